@@ -20,7 +20,7 @@ minor axes of an array to tiles of (8, 128): with [heads, head_dim] minor, three
 of 64 would cost five times their size, and attention would transpose them in each step.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +79,12 @@ def allocate(
     num_heads: int,
     head_dim: int,
     capacity: int,
-    dtype: jnp.dtype,
+    dtype: Any,
 ) -> KVCache:
     """Returns an empty cache with at least `capacity` slots a row.
 
     Example:
-      >>> allocate(2, 1, 4, 8, 100, jnp.dtype("float32")).capacity
+      >>> allocate(2, 1, 4, 8, 100, "float32").capacity
       128
     """
     slots = -(-capacity // SLOT_BLOCK) * SLOT_BLOCK

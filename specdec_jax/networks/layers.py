@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 def precision(dtype: Any) -> jax.lax.Precision | None:
     """Precision of products in `dtype`: the highest for float32, else the default."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 class Linear(nn.Module):
