@@ -83,9 +83,9 @@ def token_counts(
     tokens, length, tail, tail_length = history
     batch, slots = tokens.shape
     rows, path = tail.shape[1:]
-    slot = jnp.arange(slots)[None]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
     wanted = (slot >= start[:, None]) & (slot < length[:, None])
-    row = jnp.arange(batch)[:, None]
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     committed = jnp.zeros((batch, vocab_size), jnp.int32)
     committed = committed.at[row, _or_nowhere(tokens, wanted, vocab_size)].add(
         1, mode="drop"
@@ -93,8 +93,8 @@ def token_counts(
     counts = jnp.broadcast_to(committed[:, None], (batch, rows, vocab_size))
     if path == 0:
         return counts
-    wanted = jnp.arange(path)[None, None] < tail_length[..., None]
-    index = row[..., None], jnp.arange(rows)[None, :, None]
+    wanted = jnp.arange(path, dtype=jnp.int32)[None, None] < tail_length[..., None]
+    index = row[..., None], jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     return counts.at[(*index, _or_nowhere(tail, wanted, vocab_size))].add(
         1, mode="drop"
     )
@@ -174,18 +174,22 @@ def completes_ngram(
     """
     text, length = _joined(history)
     batch, rows, slots = text.shape
-    slot = jnp.arange(slots)[None, None]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     size = size[:, None, None]
 
     def compare(back: Array, matches: Array) -> Array:
         """Keeps slot e if text[e - back] is the token `back` before the end."""
-        last = jnp.take_along_axis(text, jnp.maximum(length - back, 0)[..., None], -1)
-        return matches & ((back >= size) | (jnp.roll(text, back, axis=-1) == last))
+        end = jnp.take_along_axis(text, jnp.maximum(length - back, 0)[..., None], -1)
+        return matches & ((back >= size) | (jnp.roll(text, back, axis=-1) == end))
 
     # Slot e ends an n-gram; it has n - 1 slots before it and lies inside the text.
     ends = (slot >= size - 1) & (slot < length[..., None]) & (size > 0)
-    ends = lax.fori_loop(jnp.int32(1), jnp.max(size), compare, ends)
-    index = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
+    most = jnp.minimum(jnp.max(size), slots)
+    ends = lax.fori_loop(jnp.int32(1), most, compare, ends)
+    index = (
+        jnp.arange(batch, dtype=jnp.int32)[:, None, None],
+        jnp.arange(rows, dtype=jnp.int32)[None, :, None],
+    )
     marks = jnp.zeros((batch, rows, vocab_size), bool)
     return marks.at[(*index, _or_nowhere(text, ends, vocab_size))].set(
         True, mode="drop"
@@ -207,7 +211,7 @@ def too_early(
       >>> too_early(history, jnp.array([3]), jnp.array([[0, -1]]), 2).tolist()
       [[[True, False], [False, False]]]
     """
-    token = jnp.arange(vocab_size)[None, None]
+    token = jnp.arange(vocab_size, dtype=jnp.int32)[None, None]
     is_eos = jnp.any(eos_token_ids[..., None] == token, axis=1)
     short = history.length[:, None] + history.tail_length < min_length[:, None]
     return short[..., None] & is_eos[:, None]
@@ -229,7 +233,10 @@ def _joined(history: History) -> tuple[Int[Array, "B S L"], Int[Array, "B S"]]:
     text = jnp.pad(tokens, ((0, 0), (0, path)))
     text = jnp.broadcast_to(text[:, None], (batch, rows, slots + path))
     if path:
-        index = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
-        slot = length[:, None, None] + jnp.arange(path, dtype=length.dtype)[None, None]
+        index = (
+            jnp.arange(batch, dtype=jnp.int32)[:, None, None],
+            jnp.arange(rows, dtype=jnp.int32)[None, :, None],
+        )
+        slot = length[:, None, None] + jnp.arange(path, dtype=jnp.int32)[None, None]
         text = text.at[(*index, slot)].set(tail.astype(text.dtype), mode="drop")
     return text, length[:, None] + tail_length

@@ -16,18 +16,17 @@ token back. Presence and frequency penalties, which Hugging Face lacks, follow t
 repetition penalty as in vLLM.
 """
 
-import difflib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specdec_jax import filters, penalties
+from specdec_jax import filters, penalties, settings
 from specdec_jax.penalties import History
 
 __all__ = ["History", "Sampling", "SamplingRows", "is_greedy", "policy"]
@@ -86,8 +85,8 @@ def policy(
       >>> logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3]]]))
       >>> history = History.plain(jnp.array([[0]]), jnp.array([1]))
       >>> rows = Sampling(temperature=1.0, top_k=2).rows(1, 3)
-      >>> jnp.exp(policy(logits, rows, history)).round(3).tolist()
-      [[[0.0, 0.6669999957084656, 0.3330000042915344]]]
+      >>> [round(p, 3) for p in jnp.exp(policy(logits, rows, history))[0, 0].tolist()]
+      [0.0, 0.667, 0.333]
       >>> policy(logits, Sampling().rows(1, 3), history).tolist()
       [[[-inf, 0.0, -inf]]]
     """
@@ -95,8 +94,8 @@ def policy(
         logits = logits.astype(jnp.float32)
     logits = _penalise(logits, rows, history)
     best = jnp.max(logits, axis=-1, keepdims=True)
-    token = jnp.arange(logits.shape[-1])[None, None]
-    is_best = token == jnp.argmax(logits, axis=-1, keepdims=True)
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    is_best = token == lax.argmax(logits, 2, jnp.int32)[..., None]
     row = jnp.where(is_best, 0.0, -jnp.inf).astype(logits.dtype)
     if rows.temperature is not None:
         sampled = rows.temperature[:, None, None] > 0
@@ -160,94 +159,71 @@ def _warp(
     return jax.nn.log_softmax(jnp.where(keep, scaled, -jnp.inf), axis=-1)
 
 
-Number = float | Sequence[float]
-Count = int | Sequence[int]
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings with Hugging Face's names; immutable, hashable, checked.
+    """Sampling settings with Hugging Face's names: immutable, hashable, checked.
 
     Each field is one value for all rows, or a sequence with one value a row.
 
+    Raises:
+      ValueError: A value is of the wrong kind or outside its range.
+
     Example:
-      >>> settings = Sampling(temperature=[0.0, 0.8], top_p=0.9)
-      >>> settings.rows(2, 100).top_p.tolist()  # greedy rows are not truncated
-      [1.0, 0.8999999761581421]
+      >>> sampling = Sampling(temperature=[0.0, 0.75], top_p=0.5)
+      >>> sampling.rows(2, 100).top_p.tolist()  # a greedy row is not truncated
+      [1.0, 0.5]
     """
 
-    temperature: Number = 0.0
-    """0 is greedy: a branch of its own, never a small temperature."""
+    temperature: float | Sequence[float] = 0.0
+    """0 is greedy: a branch of its own. Values in (0, 0.001) are refused."""
     top_k: int | Sequence[int | None] | None = None
-    """Exactly this many tokens are kept; among equal logits the lower ids."""
+    """Exactly this many tokens are kept; among equal logits those of lowest id."""
     top_p: float | Sequence[float | None] | None = None
     """The likeliest tokens are kept until they hold this much; the last one stays."""
     min_p: float | Sequence[float | None] | None = None
     """Tokens with less than this fraction of the best one's probability go."""
     typical_p: float | Sequence[float | None] | None = None
-    repetition_penalty: Number = 1.0
-    """Over prompt and generated tokens; 1 is none."""
-    presence_penalty: Number = 0.0
-    """Subtracted from the logits of generated tokens, once."""
-    frequency_penalty: Number = 0.0
+    """As top_p, but by nearness of a token's surprise to the row's entropy."""
+    repetition_penalty: float | Sequence[float] = 1.0
+    """Divides positive, multiplies negative logits of all tokens in the text."""
+    presence_penalty: float | Sequence[float] = 0.0
+    """Subtracted from the logit of each generated token, once."""
+    frequency_penalty: float | Sequence[float] = 0.0
     """Subtracted for each time a token was generated."""
-    logit_bias: Mapping[int, float] | Sequence[Any] | None = None
-    """Token id to a sum added to its logit; or one such mapping a row."""
-    banned_tokens: Sequence[Any] = ()
-    """Token ids that never occur; or one sequence of ids a row."""
-    no_repeat_ngram_size: Count = 0
-    """No n-gram of this size occurs twice, prompt included; 0 is off."""
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = (
+        field(default=None, hash=False)
+    )
+    """Added to the logits of these ids, before anything else."""
+    banned_tokens: Sequence[int] | Sequence[Sequence[int]] = ()
+    """Ids that never occur."""
+    no_repeat_ngram_size: int | Sequence[int] = 0
+    """No n-gram of this size occurs twice in the text, prompt included; 0 is off."""
 
     def __post_init__(self) -> None:
-        """Checks each value by itself and freezes sequences and mappings.
-
-        Raises:
-          ValueError: A value is of the wrong kind or outside its range.
-        """
-        for name, setting in _SETTINGS.items():
-            value = _plain(getattr(self, name))
-            per_row = isinstance(value, tuple)
-            checked = tuple(
-                setting.check(name, v) for v in (value if per_row else (value,))
-            )
-            object.__setattr__(self, name, checked if per_row else checked[0])
-        object.__setattr__(self, "logit_bias", _frozen_bias(self.logit_bias))
-        object.__setattr__(self, "banned_tokens", _frozen_tokens(self.banned_tokens))
+        for name, setting in settings.NUMBERS.items():
+            value = settings.plain(getattr(self, name))
+            if isinstance(value, tuple):
+                value = tuple(setting.check(name, v) for v in value)
+            else:
+                value = setting.check(name, value)
+            object.__setattr__(self, name, value)
+        bias, banned = self.logit_bias, self.banned_tokens
+        object.__setattr__(self, "logit_bias", settings.bias_of(bias))
+        object.__setattr__(self, "banned_tokens", settings.tokens_of(banned))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "Sampling":
-        """Makes settings from named options, such as a request or a command line.
-
-        Options that are None are left out.
+        """Makes settings from options that came by name, leaving out those of None.
 
         Raises:
-          ValueError: An option is unknown, or known to Hugging Face and not offered.
+          ValueError: An option is unknown, or Hugging Face's but not offered here.
 
         Example:
           >>> Sampling.from_options({"temperature": 0.7, "top_k": None}).temperature
           0.7
-          >>> Sampling.from_options({"topp": 0.9})
-          Traceback (most recent call last):
-          ...
-          ValueError: unknown sampling option 'topp' (did you mean 'top_p'?); offered \
-are temperature, top_k, top_p, min_p, typical_p, repetition_penalty, presence_penalty, \
-frequency_penalty, logit_bias, banned_tokens, no_repeat_ngram_size
         """
-        offered = [field.name for field in fields(cls)]
         given = {name: value for name, value in options.items() if value is not None}
-        for name in given:
-            if name in _NOT_OFFERED:
-                raise ValueError(
-                    f"sampling option {name!r} is not offered: {_NOT_OFFERED[name]}"
-                )
-            if name not in offered:
-                near = difflib.get_close_matches(str(name), offered, n=2, cutoff=0.6)
-                hint = " or ".join(map(repr, near))
-                raise ValueError(
-                    f"unknown sampling option {name!r}"
-                    + (f" (did you mean {hint}?)" if near else "")
-                    + f"; offered are {', '.join(offered)}"
-                )
+        settings.check_names(given, [one.name for one in fields(cls)])
         return cls(**given)
 
     def rows(
@@ -259,244 +235,78 @@ frequency_penalty, logit_bias, banned_tokens, no_repeat_ngram_size
         eos_token_ids: Any = None,
         min_length: Any = None,
     ) -> SamplingRows:
-        """Checks the settings against a batch and makes them arrays.
+        """Checks the settings against a batch and turns them into arrays.
+
+        The three arguments of the batch may be traced; what depends on their values
+        is then not checked.
 
         Args:
           batch_size: B.
           vocab_size: V of the model whose logits are meant.
           prompt_length: [B]; needed with a presence or frequency penalty.
-          eos_token_ids: [B, E] with -1 as padding; needed with `min_length`.
-          min_length: [B], length (prompt included) before which no EOS may come.
+          eos_token_ids: [B, E], -1 is padding.
+          min_length: [B], length of the text, prompt included, before which no EOS may
+            come. Without EOS ids it changes nothing.
 
         Returns:
-          Arrays int32 and float32; None for each setting that is neutral in all rows.
+          New arrays, int32 and float32; None for each setting neutral in all rows.
 
         Raises:
-          ValueError: A sequence is not B long, an id is not below V, a row has no
-            token left, or an argument that a setting needs is missing.
+          ValueError: An array or sequence is not B long, an id is not in the
+            vocabulary, a row has no token left, or the prompt lengths are missing.
 
         Example:
           >>> rows = Sampling(temperature=1.0, top_k=[5, None]).rows(2, 100)
           >>> rows.top_k.tolist(), rows.top_p
           ([5, 100], None)
         """
-        columns = self._columns(batch_size, vocab_size)
+        settings.check_shape("prompt_length", prompt_length, batch_size)
+        settings.check_shape("min_length", min_length, batch_size)
+        settings.check_shape("eos_token_ids", eos_token_ids, batch_size, None)
+        columns = self._numbers(batch_size, vocab_size)
         bias = self._bias(batch_size, vocab_size)
-        min_length, eos = _minimum(batch_size, vocab_size, min_length, eos_token_ids)
-        _check_something_left(bias, eos)
+        if bias is not None:
+            columns["bias"] = jnp.asarray(bias)
+        if settings.minimum_matters(min_length, prompt_length, eos_token_ids):
+            columns["min_length"] = jnp.array(min_length, jnp.int32)
+            columns["eos_token_ids"] = jnp.array(eos_token_ids, jnp.int32)
         if "presence_penalty" in columns or "frequency_penalty" in columns:
             if prompt_length is None:
                 raise ValueError(
                     "presence_penalty and frequency_penalty count generated tokens "
-                    "only: pass prompt_length, one int a row"
+                    "only; give prompt_length, one number a row"
                 )
-            columns["prompt_length"] = jnp.asarray(prompt_length, jnp.int32)
-        found = {"bias": bias, "min_length": min_length, "eos_token_ids": eos}
-        columns |= {k: jnp.asarray(v) for k, v in found.items() if v is not None}
+            columns["prompt_length"] = jnp.array(prompt_length, jnp.int32)
+        settings.check_token_left(bias, columns.get("eos_token_ids"))
         return SamplingRows(**columns)
 
-    def _columns(self, batch_size: int, vocab_size: int) -> dict[str, Array]:
-        """Returns the settings that are not neutral, one value a row."""
-        greedy = np.array(_column(self, "temperature", batch_size)) == 0
-        columns = {}
-        for name, setting in _SETTINGS.items():
-            neutral = vocab_size if name == "top_k" else setting.neutral
-            given = _column(self, name, batch_size)
-            values = np.array(
-                [neutral if v is None else v for v in given],
-                np.int32 if setting.kind is int else np.float32,
-            )
+    def _numbers(self, batch_size: int, vocab_size: int) -> dict[str, Array]:
+        """Returns the numeric settings that are not neutral, as arrays."""
+        columns, greedy = {}, np.zeros(batch_size, bool)
+        for name, setting in settings.NUMBERS.items():  # temperature is the first
+            given = settings.per_row(name, getattr(self, name), batch_size)
+            values = [setting.neutral if v is None else v for v in given]
+            column, neutral = np.array(values, setting.dtype), setting.neutral
+            if name == "temperature":
+                greedy = column == 0
             if name == "top_k":
-                values = np.minimum(values, vocab_size)
-            if name in _WARPERS:
-                values = np.where(greedy, np.array(neutral, values.dtype), values)
-            if np.any(values != neutral):
-                columns[name] = jnp.asarray(values)
+                neutral = vocab_size
+                column = np.minimum(column, np.int32(vocab_size))
+            if name in settings.WARPERS:
+                column[greedy] = neutral
+            if np.any(column != neutral):
+                columns[name] = jnp.asarray(column)
         return columns
 
     def _bias(self, batch_size: int, vocab_size: int) -> np.ndarray | None:
         """Returns logit bias and banned tokens as one dense array, or None."""
         bias = np.zeros((batch_size, vocab_size), np.float32)
-        for row, pairs in enumerate(_column(self, "logit_bias", batch_size)):
-            for token, value in pairs or ():
-                bias[row, _checked_id("logit_bias", token, vocab_size)] = value
-        for row, tokens in enumerate(_column(self, "banned_tokens", batch_size)):
+        given = settings.per_row("logit_bias", self.logit_bias, batch_size)
+        for row, mapping in enumerate(given):
+            for token, value in (mapping or {}).items():
+                bias[row, settings.known("logit_bias", token, vocab_size)] = value
+        given = settings.per_row("banned_tokens", self.banned_tokens, batch_size)
+        for row, tokens in enumerate(given):
             for token in tokens:
-                bias[row, _checked_id("banned_tokens", token, vocab_size)] = -np.inf
+                bias[row, settings.known("banned_tokens", token, vocab_size)] = -np.inf
         return bias if bias.any() else None
-
-
-class _Setting(NamedTuple):
-    """What a number may be."""
-
-    kind: type
-    neutral: float
-    valid: Callable[[float], bool]
-    needs: str
-    optional: bool = False
-
-    def check(self, name: str, value: Any) -> Any:
-        """Returns the value as its kind, or raises ValueError."""
-        if value is None and self.optional:
-            return None
-        wrong = isinstance(value, bool) or not isinstance(value, int | float)
-        if wrong or (self.kind is int and value != int(value) if not wrong else False):
-            raise ValueError(f"{name} is {value!r}; it must be {self.needs}")
-        if not (math.isfinite(value) and self.valid(value)):
-            raise ValueError(f"{name} is {value!r}; it must be {self.needs}")
-        return self.kind(value)
-
-
-_OFF = ", or None to switch it off"
-_SETTINGS = {
-    "temperature": _Setting(
-        float,
-        0.0,
-        lambda v: v == 0 or v >= 1e-3,
-        "0 for greedy decoding or at least 0.001 (smaller ones are not a way to write "
-        "greedy)",
-    ),
-    "top_k": _Setting(int, 0, lambda v: v >= 1, "a whole number >= 1" + _OFF, True),
-    "top_p": _Setting(float, 1.0, lambda v: 0 < v <= 1, "in (0, 1]" + _OFF, True),
-    "min_p": _Setting(float, 0.0, lambda v: 0 <= v <= 1, "in [0, 1]" + _OFF, True),
-    "typical_p": _Setting(float, 1.0, lambda v: 0 < v <= 1, "in (0, 1]" + _OFF, True),
-    "repetition_penalty": _Setting(
-        float, 1.0, lambda v: v > 0, "above 0; 1 is no penalty"
-    ),
-    "presence_penalty": _Setting(float, 0.0, lambda v: True, "finite; 0 is no penalty"),
-    "frequency_penalty": _Setting(
-        float, 0.0, lambda v: True, "finite; 0 is no penalty"
-    ),
-    "no_repeat_ngram_size": _Setting(
-        int, 0, lambda v: v >= 0, "a whole number; 0 is off"
-    ),
-}
-_WARPERS = ("top_k", "top_p", "min_p", "typical_p")
-_NOT_OFFERED = {
-    "top_h": "use top_p, min_p or typical_p",
-    "epsilon_cutoff": "use min_p",
-    "eta_cutoff": "use min_p or typical_p",
-    "num_beams": "beam search has no single law to reproduce; use temperature=0",
-    "penalty_alpha": "contrastive search has no law to reproduce; use temperature=0",
-    "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "bad_words_ids": "use banned_tokens for single tokens",
-    "suppress_tokens": "use banned_tokens",
-    "sequence_bias": "use logit_bias for single tokens",
-    "guidance_scale": "it needs a second pass of the target",
-    "encoder_repetition_penalty": "use repetition_penalty",
-    "encoder_no_repeat_ngram_size": "use no_repeat_ngram_size",
-}
-
-
-def _plain(value: Any) -> Any:
-    """Turns arrays and sequences into tuples of Python numbers, scalars into one."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return tuple(_plain(v) for v in value)
-    return value
-
-
-def _frozen_bias(value: Any) -> Any:
-    """Turns a mapping into sorted pairs, a sequence of them into a tuple of such."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        pairs = []
-        for token, bias in value.items():
-            token, bias = _plain(token), _plain(bias)
-            number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            if not number or math.isnan(bias) or bias == math.inf:
-                raise ValueError(
-                    f"logit_bias of token {token!r} is {bias!r}; it must be finite, or "
-                    "-inf to ban the token"
-                )
-            pairs.append((_whole("logit_bias", token), float(bias)))
-        return tuple(sorted(pairs)) or None
-    value = tuple(value) if isinstance(value, list | tuple) else value
-    if not isinstance(value, tuple):
-        raise ValueError(
-            f"logit_bias is {value!r}; it must map token ids to numbers, or be one "
-            "such mapping a row"
-        )
-    # Pairs are what this function returns: `dataclasses.replace` hands them back.
-    if value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
-        if all(isinstance(v[0], int) for v in value):
-            return _frozen_bias(dict(value))
-    return tuple(
-        _frozen_bias(dict(v) if isinstance(v, tuple) else v) or () for v in value
-    )
-
-
-def _frozen_tokens(value: Any) -> tuple:
-    """Turns ids, or ids a row, into tuples of ints."""
-    value = _plain(sorted(value) if isinstance(value, set | frozenset) else value)
-    if not isinstance(value, tuple):
-        raise ValueError(
-            f"banned_tokens is {value!r}; it must be a sequence of token ids, or one "
-            "sequence a row"
-        )
-    if any(isinstance(v, tuple) for v in value):
-        return tuple(_frozen_tokens(v) for v in value)
-    return tuple(_whole("banned_tokens", v) for v in value)
-
-
-def _whole(name: str, token: Any) -> int:
-    """Returns the id, or raises ValueError if it is not a whole number."""
-    if isinstance(token, bool) or not isinstance(token, int):
-        raise ValueError(f"{name} has the token {token!r}; token ids are whole numbers")
-    return token
-
-
-def _checked_id(name: str, token: int, vocab_size: int) -> int:
-    """Returns the id, or raises ValueError if the vocabulary has no such token."""
-    if not 0 <= token < vocab_size:
-        raise ValueError(
-            f"{name} has the token {token}; ids of this model are 0 to {vocab_size - 1}"
-        )
-    return token
-
-
-def _column(settings: Sampling, name: str, batch_size: int) -> Sequence[Any]:
-    """Returns one value a row, or raises ValueError if the length is another."""
-    value = getattr(settings, name)
-    if name in ("logit_bias", "banned_tokens"):
-        # Nested: bias rows are tuples of pairs, token rows tuples of ids.
-        inner = value and isinstance(value[0], tuple) and value[0]
-        single = not value or not isinstance(value[0], tuple)
-        if name == "logit_bias" and not single:
-            single = bool(inner) and isinstance(inner[0], int)
-        per_row = not single
-    else:
-        per_row = isinstance(value, tuple)
-    if not per_row:
-        return [value] * batch_size
-    if len(value) != batch_size:
-        raise ValueError(
-            f"{name} has {len(value)} values and the batch {batch_size} rows; give one "
-            "value for all rows or one a row"
-        )
-    return value
-
-
-def _minimum(
-    batch_size: int, vocab_size: int, min_length: Any, eos_token_ids: Any
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns minimum lengths and EOS ids, or None twice where they change nothing."""
-    if min_length is None or not np.any(np.asarray(min_length) > 0):
-        return None, None
-    if eos_token_ids is None:
-        return None, None
-    return np.asarray(min_length, np.int32), np.asarray(eos_token_ids, np.int32)
-
-
-def _check_something_left(bias: np.ndarray | None, eos: np.ndarray | None) -> None:
-    """Raises ValueError if a row has no possible token left."""
-    if bias is None:
-        return
-    banned = np.isneginf(bias)
-    for row in np.flatnonzero(banned.all(axis=-1)):
-        raise ValueError(
-            f"row {row} bans all {bias.shape[-1]} tokens (banned_tokens, or -inf in "
-            "logit_bias); leave at least one"
-        )
