@@ -13,12 +13,11 @@ and `-inf` elsewhere. `sampling.policy` alone makes them.
 A *block* is the S tokens that one forward pass reads on top of a cache. In a round
 it is `[last committed token, drafted tokens]`.
 
-This module imports jax only; everything else imports this module.
+Everything else imports this module.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 from jaxtyping import Array, Bool, Float, Int
 
 Variables = Any
@@ -186,12 +185,20 @@ class Drafter(Protocol):
     but the tokens below `length` may be trusted.
     """
 
-    num_nodes: int
-    """Slots of a draft, N."""
-    depth: int
-    """Longest path of a draft; equals N for a chain."""
-    hidden_layers: tuple[int, ...]
-    """Layers of the target whose inputs `update` and `prefill` want to see."""
+    @property
+    def num_nodes(self) -> int:
+        """Slots of a draft, N."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Longest path of a draft; equals N for a chain."""
+        ...
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs `update` and `prefill` want to see."""
+        ...
 
     def init(
         self,
@@ -240,11 +247,20 @@ class AcceptanceRule(Protocol):
     The loop vmaps it: inside, `draft.tokens` is [N], `draft.log_probs` [N, V] or None.
     """
 
-    lossless: bool
-    needs_log_probs: bool
-    """Whether it refuses drafts without `log_probs`."""
-    noise: str
-    """"round" or "position": the kind of noise it is to be given."""
+    @property
+    def lossless(self) -> bool:
+        """Whether the output keeps the target's law exactly."""
+        ...
+
+    @property
+    def needs_log_probs(self) -> bool:
+        """Whether it refuses drafts without `log_probs`."""
+        ...
+
+    @property
+    def noise(self) -> str:
+        """Returns "round" or "position": the kind of noise it is to be given."""
+        ...
 
     def law(
         self, draft: Draft, target_log_probs: Float[Array, "M V"]
@@ -263,7 +279,3 @@ class AcceptanceRule(Protocol):
         """Draws the verdict; row 0 judges the roots, row i + 1 node i's children."""
         ...
 
-
-def tree_take(tree: PyTree, row: Any) -> PyTree:
-    """Returns row `row` of every leaf, with a leading axis of one."""
-    return jax.tree.map(lambda leaf: leaf[row][None], tree)

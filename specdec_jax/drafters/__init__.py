@@ -1,0 +1,7 @@
+"""Drafters: where proposals come from. One drafter a file; all meet `base.Drafter`."""
+
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.ngram import NgramDrafter
+from specdec_jax.drafters.none import NoDrafter
+
+__all__ = ["ModelDrafter", "NgramDrafter", "NoDrafter"]

@@ -1,0 +1,131 @@
+"""A small language model as drafter (Leviathan et al., Chen et al.)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specdec_jax.base import Draft, LanguageModel, RoundContext
+from specdec_jax.rng import draw
+from specdec_jax.sampling import History, is_greedy, policy
+
+
+@dataclass(frozen=True)
+class ModelDrafter:
+    """Draws a chain from a causal language model with a cache of its own.
+
+    Every call first re-reads the last `window` committed tokens. After a fully accepted
+    round the cache lacks the last drafted token, and after a rejected one it holds the
+    wrong token there; the window mends both with one shape.
+
+    Args:
+      model: The draft model.
+      num_draft_tokens: Draft length K.
+      vocab_size: The target's; None where it is the model's own. Ids that the target
+        lacks are never drawn, ids that the draft lacks have q = 0.
+      window: Tokens re-read each round: 2 for the loop's own drafter, the outermost
+        K + 1 for a child of a composed one.
+    """
+
+    model: LanguageModel
+    num_draft_tokens: int
+    vocab_size: int | None = None
+    window: int = 2
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+
+    def __post_init__(self):
+        """Refuses sizes that make no draft."""
+        if self.num_draft_tokens < 1 or self.window < 2:
+            raise ValueError(
+                "num_draft_tokens must be at least 1 and window at least 2, got "
+                f"{self.num_draft_tokens} and {self.window}; "
+                "for plain decoding use no drafter."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.num_draft_tokens
+
+    depth = num_nodes
+
+    def init(self, params, batch_size, capacity, inputs=None):
+        """Returns an empty cache."""
+        return self.model.init_cache(batch_size, capacity)
+
+    def prefill(self, params, state, tokens, start, num_valid, target_output):
+        """Reads one chunk of the prompts."""
+        _, cache = self._apply(params, tokens, state.rewind(start))
+        return cache.rewind(jnp.where(num_valid > 0, start + num_valid, state.length))
+
+    def draft(self, state, context: RoundContext):
+        """Draws `max_draft` tokens a row; as many forwards as the longest row needs."""
+        batch_size, num_nodes = context.length.shape[0], self.num_draft_tokens
+        rows = jnp.arange(batch_size)
+        keep_laws = not is_greedy(context.sampling)
+
+        def draw_next(index, logits, tokens, laws):
+            history = History.plain(tokens, context.length + index)
+            law = policy(logits, context.sampling, history)[:, 0]
+            token = draw(law, context.noise, index)
+            tokens = tokens.at[rows, context.length + index].set(token, mode="drop")
+            if keep_laws:
+                laws = jax.lax.dynamic_update_index_in_dim(laws, law, index, 1)
+            return token, tokens, laws
+
+        def body(carry):
+            index, token, cache, tokens, laws = carry
+            logits, cache = self._apply(context.params, token[:, None], cache)
+            token, tokens, laws = draw_next(index, logits, tokens, laws)
+            return index + 1, token, cache, tokens, laws
+
+        logits, cache = self._catch_up(state, context)
+        laws = (
+            jnp.zeros((batch_size, num_nodes, logits.shape[-1]), jnp.float32)
+            if keep_laws
+            else None
+        )
+        zero = jnp.zeros((), jnp.int32)
+        token, tokens, laws = draw_next(zero, logits, context.tokens, laws)
+        _, _, cache, tokens, laws = jax.lax.while_loop(
+            lambda carry: carry[0] < context.max_draft.max(),
+            body,
+            (zero + 1, token, cache, tokens, laws),
+        )
+        slots = context.length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+        drafted = jnp.take_along_axis(tokens, slots, axis=1)
+        draft = Draft(drafted, context.max_draft, laws)
+        return draft, cache, context.target_cache
+
+    def update(self, params, state, context, draft, target_output, verdict):
+        """Returns the state as it is: the next window rolls it back."""
+        return state
+
+    def _catch_up(self, cache, context):
+        """Re-reads the window; returns the logits [B, 1, V] after the last token."""
+        start = jnp.maximum(context.length - self.window, 0)
+        slots = start[:, None] + jnp.arange(self.window, dtype=jnp.int32)
+        window = jnp.take_along_axis(context.tokens, slots, axis=1)
+        logits, cache = self._apply(context.params, window, cache.rewind(start))
+        last = (context.length - 1 - start)[:, None, None]
+        logits = jnp.take_along_axis(logits, last, axis=1)
+        return logits, cache.rewind(context.length)
+
+    def _apply(self, params, tokens, cache):
+        own = self.model.vocab_size
+        vocab_size = self.vocab_size or own
+        tokens = jnp.minimum(tokens, own - 1)
+        output, cache = self.model.apply(params.draft, tokens, cache)
+        return _fit_vocabulary(output.logits, vocab_size), cache
+
+
+def _fit_vocabulary(
+    logits: Float[Array, "B S U"], vocab_size: int
+) -> Float[Array, "B S V"]:
+    """Cuts ids that the target lacks; ids that the draft lacks become impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)

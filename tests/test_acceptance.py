@@ -1,0 +1,267 @@
+"""Every rule against exact enumeration, injected coins and hand-made blocks."""
+
+import itertools
+from typing import NamedTuple
+
+import faults
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax.acceptance import RULES, Coupled, Rejection, rejection
+from specdec_jax.audit.enumeration import chain_law, completed_law, deviation
+from specdec_jax.base import Draft
+from specdec_jax.rng import NoNoise
+from specdec_jax.sampling import History, Sampling, policy
+
+SIZES = list(itertools.product([3, 4, 5], [1, 2, 3]))
+POLICIES = {
+    "same": ({"temperature": 1.0}, {"temperature": 1.0}),
+    "draft cooler": ({"temperature": 1.0}, {"temperature": 0.5}),
+    "target top-2": ({"temperature": 1.0, "top_k": 2}, {"temperature": 1.0}),
+    "draft top-2": ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}),
+    "nucleus": ({"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.2}),
+    "greedy target": ({"temperature": 0.0}, {"temperature": 1.0}),
+    "greedy draft": ({"temperature": 1.0}, {"temperature": 0.0}),
+}
+
+
+class Injected(NamedTuple):
+    """Noise whose numbers the test chooses: `coins[i]`, and `gumbels[d]`."""
+
+    coins: jax.Array
+    gumbels: jax.Array
+
+    def uniform(self, offset):
+        return self.coins[offset]
+
+    def gumbel(self, offset, vocab_size):
+        return self.gumbels[offset]
+
+    def child(self, index, shift=0):
+        raise AssertionError("rules draw for themselves only")
+
+
+def policy_rows(seed, vocab_size, depth, settings):
+    """Context-dependent policy rows by depth, (V,) * (d + 1), in float64."""
+    rng = np.random.default_rng(seed)
+    shapes = [(vocab_size,) * (d + 1) for d in range(depth)]
+    logits = [1.5 * rng.standard_normal(shape) for shape in shapes]
+    flat = np.concatenate([x.reshape(-1, vocab_size) for x in logits])
+    sampling = Sampling(**settings).rows(1, vocab_size)
+    history = History.chain(
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.ones((1,), jnp.int32),
+        jnp.zeros((1, len(flat) - 1), jnp.int32),
+    )
+    rows = np.asarray(policy(jnp.asarray(flat[None]), sampling, history)[0])
+    assert rows.dtype == np.float64
+    parts = np.split(rows, np.cumsum([x.size // vocab_size for x in logits])[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def tables(seed, vocab_size, num_draft, policies="same"):
+    target, draft = POLICIES[policies]
+    return (
+        policy_rows(seed, vocab_size, num_draft + 1, target),
+        policy_rows(seed + 1000, vocab_size, num_draft, draft),
+    )
+
+
+def law_by_coins(rule, monkeypatch):
+    """Returns `law` as the drawing part of rejection has it, coin by coin.
+
+    Each coin sits just below or just above min(1, p/q), computed here, and stands for
+    the whole interval on its side; the place where tokens are drawn hands out the law
+    it was given instead of a token.
+    """
+    monkeypatch.setattr(rejection, "draw", lambda row, noise, offset: row)
+
+    def law(draft, target):
+        slots = jnp.arange(len(target) - 1)
+        ratio = jnp.exp(target[slots, draft.tokens])
+        if draft.log_probs is not None:
+            proposed = jnp.exp(draft.log_probs[slots, draft.tokens])
+            ratio = jnp.where(proposed > 0, ratio / proposed, 0)
+        accept = jnp.minimum(ratio, 1)
+        stop = jnp.zeros(len(target))
+        rows = jnp.zeros_like(target)
+        for sides in itertools.product([True, False], repeat=len(slots)):
+            below = jnp.asarray(sides)
+            coins = jnp.where(below, accept * (1 - 1e-13), accept * (1 + 1e-13))
+            weight = jnp.where(below, accept, 1 - accept).prod()
+            noise = Injected(jnp.minimum(coins, 1 - 2**-24), None)
+            verdict = rule(noise, draft, target)
+            stop = stop.at[verdict.num_accepted].add(weight)
+            row = jax.nn.softmax(verdict.next_token)
+            rows = rows.at[verdict.num_accepted].add(
+                jnp.where(weight > 0, weight * row, 0)
+            )
+        rows = rows / jnp.where(stop > 0, stop, 1)[:, None]
+        return stop, rows
+
+    return law
+
+
+def law_by_draws(rule):
+    """Returns `law` as the drawing part of the coupled rule has it, draw by draw."""
+
+    def law(draft, target):
+        size, vocab_size = target.shape
+        stop, rows = jnp.zeros(size), jnp.zeros_like(target)
+        for draws in itertools.product(range(vocab_size), repeat=size):
+            chosen = jnp.asarray(draws)[:, None] == jnp.arange(vocab_size)[None]
+            verdict = rule(Injected(None, jnp.where(chosen, 0.0, -1e9)), draft, target)
+            n, token = verdict.num_accepted, verdict.next_token
+            weight = jnp.exp(jnp.where(chosen, target, 0).sum())
+            stop = stop.at[n].add(weight)
+            rows = rows.at[n, token].add(weight)
+        return stop, rows / jnp.where(stop > 0, stop, 1)[:, None]
+
+    return law
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_joint_law_is_the_targets(name):
+    with jax.enable_x64(True):
+        for (vocab_size, num_draft), policies in itertools.product(SIZES, POLICIES):
+            target, draft = tables(vocab_size, vocab_size, num_draft, policies)
+            assert deviation(RULES[name].law, target, draft) < 1e-12
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_deterministic_draft_without_law_keeps_the_joint_law(name):
+    with jax.enable_x64(True):
+        for vocab_size, num_draft in SIZES:
+            target, draft = tables(7, vocab_size, num_draft, "greedy draft")
+            assert deviation(RULES[name].law, target, draft, one_hot=True) < 1e-12
+            same = chain_law(RULES[name].law, target, draft)
+            one_hot = chain_law(RULES[name].law, target, draft, one_hot=True)
+            np.testing.assert_allclose(same, one_hot, atol=1e-12)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("policies", ["same", "target top-2", "draft top-2"])
+def test_rejection_draws_what_its_law_says(policies, one_hot, monkeypatch):
+    with jax.enable_x64(True):
+        law = law_by_coins(Rejection(), monkeypatch)
+        policies = "greedy draft" if one_hot else policies
+        for vocab_size, num_draft in [(3, 3), (4, 2), (5, 3)]:
+            target, draft = tables(3, vocab_size, num_draft, policies)
+            assert deviation(law, target, draft, one_hot=one_hot) < 1e-12
+
+
+def test_coupled_draws_what_its_law_says():
+    with jax.enable_x64(True):
+        for vocab_size, num_draft in [(3, 2), (4, 2)]:
+            target, draft = tables(3, vocab_size, num_draft)
+            assert deviation(law_by_draws(Coupled()), target, draft) < 1e-12
+
+
+@pytest.mark.parametrize("fault", faults.RULES, ids=lambda fault: fault.name)
+def test_enumeration_catches_a_planted_fault(fault, monkeypatch):
+    with jax.enable_x64(True):
+        rule = fault.make()
+        law = law_by_coins(rule, monkeypatch)
+        worst = 0.0
+        for seed in range(4):
+            target, draft = tables(seed, 4, 3)
+            if fault.prepare:
+                target, draft = fault.prepare(target, draft)
+            emitted = chain_law(
+                lambda drawn, rows: law(fault.told(drawn), rows), target, draft
+            )
+            right = completed_law(tables(seed, 4, 3)[0])
+            worst = max(worst, np.abs(emitted - right).max())
+        assert worst > 1e-9, fault.name
+
+
+def test_a_coin_decides_at_the_ratio_and_nowhere_else():
+    target = jnp.log(jnp.array([[0.2, 0.8], [0.5, 0.5]]))
+    draft_law = jnp.log(jnp.array([[0.8, 0.2]]))
+    draft = Draft(jnp.array([0]), jnp.int32(1), draft_law)
+    for coin, kept in [(0.2499, 1), (0.2501, 0)]:
+        noise = Injected(jnp.array([coin]), jnp.zeros((2, 2)))
+        assert Rejection()(noise, draft, target).num_accepted == kept
+
+
+def test_extreme_coins():
+    certain = jnp.log(jnp.array([[1.0, 0.0], [0.5, 0.5]]))
+    noise = Injected(jnp.array([1 - 2**-24]), jnp.zeros((2, 2)))
+    sure = Draft(jnp.array([0]), jnp.int32(1), certain[:1])
+    assert Rejection()(noise, sure, certain).num_accepted == 1
+    impossible = Draft(jnp.array([1]), jnp.int32(1), jnp.log(jnp.array([[0.5, 0.5]])))
+    for coin in (0.0, 1e-38):
+        noise = Injected(jnp.array([coin]), jnp.zeros((2, 2)))
+        assert Rejection()(noise, impossible, certain).num_accepted == 0
+
+
+def test_row_alignment_decides_a_hand_made_block():
+    def one_hot(*tokens):
+        return jnp.where(jnp.arange(10)[None] == jnp.array(tokens)[:, None], 0.0, -jnp.inf)
+
+    draft = Draft(jnp.array([5, 6, 9]), jnp.int32(3))
+    for rule in RULES.values():
+        verdict = rule(NoNoise(), draft, one_hot(5, 6, 7, 8))
+        assert (int(verdict.num_accepted), int(verdict.next_token)) == (2, 7)
+        verdict = rule(NoNoise(), draft, one_hot(5, 6, 9, 8))
+        assert (int(verdict.num_accepted), int(verdict.next_token)) == (3, 8)
+
+
+def test_matches_after_a_mismatch_do_not_count():
+    target = jnp.where(
+        jnp.arange(5)[None] == jnp.array([1, 0, 3, 4, 0])[:, None], 0.0, -jnp.inf
+    )
+    draft = Draft(jnp.array([1, 2, 3, 4]), jnp.int32(4))
+    for rule in RULES.values():
+        assert rule(NoNoise(), draft, target).num_accepted == 1
+
+
+@pytest.mark.parametrize("filler", [-1, 0, 10, 3])
+def test_slots_past_the_valid_ones_are_never_judged(filler):
+    target = jnp.where(jnp.arange(10)[None] == 3, 0.0, -jnp.inf) + jnp.zeros((5, 1))
+    for rule in RULES.values():
+        for valid in (0, 1, 3, 4):
+            tokens = jnp.where(jnp.arange(4) < valid, 3, filler)
+            verdict = rule(NoNoise(), Draft(tokens, jnp.int32(valid)), target)
+            assert (int(verdict.num_accepted), int(verdict.next_token)) == (valid, 3)
+
+
+def test_a_draft_whose_law_is_not_a_number_is_rejected():
+    target = jnp.log(jnp.array([[0.25, 0.75], [0.5, 0.5]]))
+    noise = Injected(jnp.array([0.0]), jnp.zeros((2, 2)))
+    for law in (jnp.nan, -jnp.inf):
+        draft = Draft(jnp.array([1]), jnp.int32(1), jnp.full((1, 2), law))
+        verdict = Rejection()(noise, draft, target)
+        assert (int(verdict.num_accepted), int(verdict.next_token)) == (0, 1)
+
+
+def test_the_next_row_is_the_targets_bit_for_bit_when_nothing_was_rejected():
+    row = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (1, 50)))
+    draft = Draft(jnp.zeros((0,), jnp.int32), jnp.int32(0), jnp.zeros((0, 50)))
+    gumbels = jax.random.gumbel(jax.random.key(1), (1, 50))
+    noise = Injected(jnp.zeros((0,)), gumbels)
+    tokens = {int(rule(noise, draft, row).next_token) for rule in RULES.values()}
+    assert tokens == {int(jnp.argmax(row[0] + gumbels[0]))}
+
+
+def test_coupled_walks_a_tree_and_takes_the_first_of_duplicates():
+    #        root -> 0:'1'  1:'2'  2:'2'(duplicate);  1 -> 3:'0' 4:'1'
+    draft = Draft(
+        tokens=jnp.array([1, 2, 2, 0, 1]),
+        num_valid=jnp.int32(5),
+        parents=jnp.array([-1, -1, -1, 1, 1]),
+    )
+    greedy = [2, 0, 1, 0, 2, 2]  # argmax after the root, then after nodes 0..4
+    target = jnp.where(jnp.arange(3)[None] == jnp.array(greedy)[:, None], 0.0, -jnp.inf)
+    verdict = Coupled()(NoNoise(), draft, target)
+    assert int(verdict.num_accepted) == 2
+    assert verdict.path[:2].tolist() == [1, 4]
+    assert int(verdict.next_token) == 2
+
+
+def test_rejection_refuses_trees():
+    draft = Draft(jnp.array([0]), jnp.int32(1), None, jnp.array([-1]))
+    with pytest.raises(ValueError, match="coupled"):
+        Rejection()(NoNoise(), draft, jnp.zeros((2, 2)))
