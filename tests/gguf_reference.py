@@ -1,29 +1,26 @@
 """transformers' own reading of a GGUF file (torch), to compare with."""
 
 
-def load(path, **overrides):
-    """Returns a float32 torch model, eager attention, built as transformers would.
+def load(path, config):
+    """Returns a torch model, and the config dict that transformers reads.
+
+    `from_pretrained(..., gguf_file=...)` does the same, but parses the file three times
+    (seconds each where it has a vocabulary) and asks for the package accelerate.
 
     Args:
       path: The file.
-      **overrides: Config values that transformers does not read from the file.
-
-    `from_pretrained(..., gguf_file=...)` asks for one more package, accelerate, to do
-    the same.
+      config: Config dict to build the model from; float32, eager attention.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(
-        path.parent, gguf_file=path.name, **overrides
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        AutoConfig.for_model(**config),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
-    missing, unexpected = model.load_state_dict(tensors["tensors"], strict=False)
+    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
-    return model
+    return model, read["config"]
