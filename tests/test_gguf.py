@@ -1,3 +1,5 @@
+import json
+import subprocess
 import sys
 
 import gguf
@@ -326,7 +328,7 @@ def test_rope_freqs_of_another_recipe_are_refused(path):
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0},
-            "a",
+            "attn_factor",
         ),
         ({"llama.some_list": [1, 2]}, "differs between layers"),
         ({"split.count": 3}, "in 3 files"),
@@ -344,6 +346,14 @@ def test_unknown_architecture_is_refused_with_the_supported_ones(path):
         ValueError, match="'mamba'; supported in GGUF files: llama, qwen"
     ):
         open_gguf(path)
+
+
+def test_missing_description_is_named(good):
+    # The key is renamed in place to one that says nothing.
+    old, new = b"llama.block_count", b"other.block_count"
+    good.write_bytes(good.read_bytes().replace(old, new))
+    with pytest.raises(ValueError, match="llama.block_count is None"):
+        open_gguf(good)
 
 
 def test_left_over_tensor_is_refused(path):
@@ -599,6 +609,20 @@ def test_space_prefix_can_be_switched_off():
 def test_unknown_tokenizers_are_refused_by_name(metadata, message):
     with pytest.raises(ValueError, match=message):
         build_tokenizer(metadata)
+
+
+def test_tokenizer_needs_no_torch(tmp_path):
+    path = tmp_path / "metadata.json"
+    path.write_text(json.dumps(byte_level("smollm")))
+    script = (
+        "import json, sys; sys.modules['torch'] = None\n"
+        "from specdec_jax.checkpoints.gguf_tokenizer import build_tokenizer\n"
+        "tokenizer = build_tokenizer(json.load(open(sys.argv[1])))\n"
+        "print(tokenizer.tokenize('he12'))"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['he', '1', '2']"
 
 
 def test_file_without_tokenizer_gives_none(good):

@@ -86,10 +86,11 @@ def config(file: GGUFFile) -> dict[str, Any]:
     name, architecture = _architecture(file)
     keys = _keys(file, name)
     for key in _KEYS:
-        if key not in keys:
+        size = keys.get(key)
+        if not isinstance(size, int | float) or size <= 0:
             raise ValueError(
-                f"{file.path} lacks {name}.{key}, which describes the model; convert "
-                "the model again"
+                f"{file.path}: {name}.{key} is {size!r} and describes the model: a "
+                "positive number is needed; convert the model again"
             )
     found = {hf: keys[key] for key, hf in _KEYS.items()}
     heads, head_dim = found["num_attention_heads"], _head_dim(file, keys)
