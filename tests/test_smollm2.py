@@ -112,7 +112,7 @@ def test_logits_of_a_chat_equal_those_of_transformers(loaded, torch_model, promp
     output, _ = loaded.model.apply(loaded.params, prompt[None], cache)
     ours = np.asarray(output.logits[0])
     assert ours.shape == theirs.shape == (len(prompt), 49152)
-    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    np.testing.assert_allclose(ours, theirs, atol=5e-4)
     np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
 
 
