@@ -278,4 +278,3 @@ class AcceptanceRule(Protocol):
     ) -> Verdict:
         """Draws the verdict; row 0 judges the roots, row i + 1 node i's children."""
         ...
-

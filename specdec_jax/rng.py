@@ -106,7 +106,7 @@ class RoundNoise(NamedTuple):
         return cls(fold(key, length, purpose))
 
     def gumbel(self, offset: Any, vocab_size: int) -> Float[Array, "*B V"]:
-        """Returns Gumbel noise for the token `offset` places after the round's start."""
+        """Returns Gumbel noise for the token `offset` places after the start."""
         return _gumbel(fold(self.key, _GUMBEL, offset), vocab_size)
 
     def uniform(self, offset: Any) -> Float[Array, "*B"]:

@@ -55,10 +55,11 @@ class CountsMatches(Rejection):
 
     def __call__(self, noise, draft, target):
         ratio = rejection.log_accept(draft, target)
-        coins = jax.vmap(noise.uniform)(jnp.arange(len(ratio)))
-        n = (jnp.log(coins) < ratio).sum()
+        slots = jnp.arange(len(ratio), dtype=jnp.int32)
+        coins = jax.vmap(noise.uniform)(slots)
+        n = (jnp.log(coins) < ratio).sum(dtype=jnp.int32)
         row = rejection._next_log_probs(draft, target, n)
-        return Verdict(n, rejection.draw(row, noise, n), jnp.arange(len(ratio)))
+        return Verdict(n, rejection.draw(row, noise, n), slots)
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,7 @@ def _bonus_without_policy(target, draft):
 RULES = [
     RuleFault("draft law misreported", Rejection, told=_told_softer),
     RuleFault("bonus row without the policy", Rejection, _bonus_without_policy),
-    RuleFault(
-        "no residual", lambda: WrongResidual(lambda target, draft, n: target[n])
-    ),
+    RuleFault("no residual", lambda: WrongResidual(lambda target, draft, n: target[n])),
     RuleFault(
         "residual with epsilon 1e-6",
         lambda: WrongResidual(

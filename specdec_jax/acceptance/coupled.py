@@ -58,11 +58,12 @@ class Coupled:
     ) -> Verdict:
         """Draws the verdict with the Gumbels of the places it walks through."""
         parents, first = _family(draft)
+        token = draw(target_log_probs[0], noise, 0)
+        if not len(parents):
+            return Verdict(jnp.zeros((), jnp.int32), token, parents)
 
         def child(node: Int[Array, ""], token: Int[Array, ""]) -> Int[Array, ""]:
             match = first & (parents == node) & (draft.tokens == token)
-            if not len(match):
-                return jnp.full((), -1, jnp.int32)
             return jnp.where(match.any(), jnp.argmax(match), -1).astype(jnp.int32)
 
         def descend(carry):
@@ -72,7 +73,6 @@ class Coupled:
             return depth + 1, child(node, token), token, path
 
         root = jnp.full((), -1, jnp.int32)
-        token = draw(target_log_probs[0], noise, 0)
         depth, _, token, path = jax.lax.while_loop(
             lambda carry: carry[1] >= 0,
             descend,
@@ -91,8 +91,7 @@ def _family(draft: Draft) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     valid = slots < draft.num_valid
     if draft.parents is None:
         return slots - 1, valid
-    same = (draft.parents[:, None] == draft.parents) & (
-        draft.tokens[:, None] == draft.tokens
-    )
-    earlier = slots[:, None] > slots
+    parents, tokens = draft.parents, draft.tokens
+    same = (parents[:, None] == parents[None]) & (tokens[:, None] == tokens[None])
+    earlier = slots[:, None] > slots[None]
     return draft.parents, valid & ~(same & earlier).any(axis=1)

@@ -1,8 +1,8 @@
-"""Speculative sampling by rejection (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+"""Speculative sampling by rejection (arXiv:2211.17192 and 2302.01318).
 
-Accept drafted token x with probability min(1, p(x) / q(x)); at the first rejection emit
-a token of the law proportional to max(0, p - q); if nothing was rejected emit one from
-p. Accepted mass min(p, q) plus rejected mass max(0, p - q) is p, whatever q is.
+Leviathan et al. and Chen et al.: accept drafted token x with probability
+min(1, p(x) / q(x)); at the first rejection emit a token of the law proportional to
+max(0, p - q); if nothing was rejected emit one from p. Accepted mass min(p, q) plus rejected mass max(0, p - q) is p, whatever q is.
 
 Greedy decoding is the same rule on one-hot rows, and so is a deterministic draft: with
 q one-hot at x the test is `u < p(x)` and the residual is p without x.
@@ -112,7 +112,9 @@ def residual_one_hot(
 ) -> Float[Array, " V"]:
     """Returns the residual against a one-hot draft: the target without `token`."""
     rest = jnp.where(
-        jnp.arange(len(target_log_probs), dtype=jnp.int32) == token, -jnp.inf, target_log_probs
+        jnp.arange(len(target_log_probs), dtype=jnp.int32) == token,
+        -jnp.inf,
+        target_log_probs,
     )
     return jnp.where(rest.max() > -jnp.inf, rest, target_log_probs)
 

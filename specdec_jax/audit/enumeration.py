@@ -6,6 +6,7 @@ float64. It sees what tests of the first token or of greedy text cannot (a wrong
 row, a token-wise residual under block acceptance).
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -65,7 +66,7 @@ def chain_law(law: Callable, target: Rows, draft: Rows, *, one_hot: bool = False
         num_valid=jnp.full((len(chains),), num_draft, jnp.int32),
         log_probs=None if one_hot else jnp.asarray(draft_rows),
     )
-    stop, following = jax.vmap(law)(batch, jnp.asarray(target_rows))
+    stop, following = _compiled(law)(batch, jnp.asarray(target_rows))
     mass = np.exp(proposed.sum(axis=1))[:, None] * np.asarray(stop, np.float64)
     # A chain that is never drafted has no law to speak of (0/0 there, 0 here).
     cases = np.where(mass[..., None] > 0, mass[..., None] * np.asarray(following), 0)
@@ -78,6 +79,11 @@ def chain_law(law: Callable, target: Rows, draft: Rows, *, one_hot: bool = False
             emitted = emitted[..., None] * np.exp(rows)
         total += emitted
     return total
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(law: Callable) -> Callable:
+    return jax.jit(jax.vmap(law))
 
 
 def deviation(law: Callable, target: Rows, draft: Rows, **options) -> float:

@@ -63,7 +63,7 @@ class ModelDrafter:
     def draft(self, state, context: RoundContext):
         """Draws `max_draft` tokens a row; as many forwards as the longest row needs."""
         batch_size, num_nodes = context.length.shape[0], self.num_draft_tokens
-        rows = jnp.arange(batch_size)
+        rows = jnp.arange(batch_size, dtype=jnp.int32)
         keep_laws = not is_greedy(context.sampling)
 
         def draw_next(index, logits, tokens, laws):
@@ -94,7 +94,7 @@ class ModelDrafter:
             body,
             (zero + 1, token, cache, tokens, laws),
         )
-        slots = context.length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+        slots = context.length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)[None]
         drafted = jnp.take_along_axis(tokens, slots, axis=1)
         draft = Draft(drafted, context.max_draft, laws)
         return draft, cache, context.target_cache
@@ -106,7 +106,7 @@ class ModelDrafter:
     def _catch_up(self, cache, context):
         """Re-reads the window; returns the logits [B, 1, V] after the last token."""
         start = jnp.maximum(context.length - self.window, 0)
-        slots = start[:, None] + jnp.arange(self.window, dtype=jnp.int32)
+        slots = start[:, None] + jnp.arange(self.window, dtype=jnp.int32)[None]
         window = jnp.take_along_axis(context.tokens, slots, axis=1)
         logits, cache = self._apply(context.params, window, cache.rewind(start))
         last = (context.length - 1 - start)[:, None, None]

@@ -94,7 +94,7 @@ def longest_match(
         )
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
         matching &= (shifted == ending) & (slots >= back)
-        size += matching
+        size += matching.astype(jnp.int32)
     best = size.max(axis=1)
     latest = jnp.where(size == best[:, None], slots, -1).max(axis=1)
     return latest, best

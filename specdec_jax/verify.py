@@ -1,0 +1,274 @@
+"""One round, seen by itself: draft, verify, accept, commit the path, update.
+
+The block that the target reads is `[last committed token, draft]`. Row i of its logits
+judges what was drafted after block slot i, and the row of the deepest accepted slot
+gives the corrected or bonus token.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specdec_jax.base import (
+    AcceptanceRule,
+    Block,
+    Cache,
+    Draft,
+    Drafter,
+    LanguageModel,
+    Noise,
+    Params,
+    PyTree,
+    RoundContext,
+    Verdict,
+)
+from specdec_jax.sampling import History, SamplingRows, policy
+
+
+class Round(NamedTuple):
+    """What `verify_round` found, before budgets and EOS are looked at."""
+
+    tokens: Int[Array, "B E"]
+    """Accepted tokens, then the next token; E = depth + 1, the rest is garbage."""
+    log_probs: Float[Array, "B E V"]
+    """The policy row that each of these tokens was judged by."""
+    model_log_probs: Float[Array, "B E"]
+    """Log-probability of each of these tokens under the raw model, in nats."""
+    policy_log_probs: Float[Array, "B E"]
+    """The same under the policy."""
+    finite: Bool[Array, "B E"]
+    """Whether the logits behind each of these tokens were usable."""
+    draft: Draft
+    verdict: Verdict
+    drafter_state: PyTree
+    cache: Cache
+    """Holds every token but the next one."""
+
+
+def verify_round(
+    params: Params,
+    drafter_state: PyTree,
+    context: RoundContext,
+    sampling: SamplingRows,
+    noise: Noise,
+    *,
+    target: LanguageModel,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+) -> Round:
+    """Drafts, verifies, accepts, commits the path and updates the drafter.
+
+    It knows no budget and no EOS; a nested drafter calls it with its middle model as
+    target. The verify pass has one of two widths, 1 or N + 1: a round in which nobody
+    drafted costs one plain step.
+
+    Args:
+      params: Variables of target and drafter.
+      drafter_state: The drafter's state.
+      context: What the drafter sees, its own noise and settings included.
+      sampling: The target's settings.
+      noise: The rule's noise.
+      target: The model whose law the tokens have.
+      drafter: Where the proposal comes from.
+      rule: Decides how much of it to keep; its losslessness is the round's.
+
+    Raises:
+      ValueError: If the rule needs the draft's laws and the drafter has none.
+    """
+    num_nodes, depth = drafter.num_nodes, drafter.depth
+    draft, drafter_state, cache = drafter.draft(drafter_state, context)
+    _check_draft(draft, context, drafter, rule, target.vocab_size)
+    draft = _clip(draft, context.max_draft)
+    tree = _Tree.of(draft, depth)
+    last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+    tokens = jnp.concatenate([last, draft.tokens], axis=1)
+    judge = {
+        width: _judge(width, params, context, sampling, target, drafter, rule, tree)
+        for width in {1, num_nodes + 1}
+    }
+    operands = (tokens, draft, noise, cache.rewind(context.length - 1))
+    if num_nodes == 0:
+        judged = judge[1](*operands)
+    else:
+        judged = jax.lax.cond(
+            draft.num_valid.max() > 0, judge[num_nodes + 1], judge[1], *operands
+        )
+    output, log_probs, looked_up, verdict, cache = judged
+    if draft.parents is not None:
+        cache = cache.commit(context.length, verdict.path[:, :depth])
+    cache = cache.rewind(context.length + verdict.num_accepted)
+    drafter_state = drafter.update(
+        params,
+        drafter_state,
+        context._replace(target_cache=None),
+        draft,
+        output,
+        verdict,
+    )
+    emitted = _emitted(draft.tokens, verdict, depth)
+    return Round(emitted, log_probs, *looked_up, draft, verdict, drafter_state, cache)
+
+
+class _Tree(NamedTuple):
+    """A draft's shape: depths, ancestors, and each node's path from the root."""
+
+    block: Block | None
+    tail: Int[Array, "B M P"]
+    """Drafted tokens on the way to block slot s, in order; P = depth."""
+    tail_length: Int[Array, "B M"]
+
+    @classmethod
+    def of(cls, draft: Draft, depth: int) -> "_Tree":
+        batch_size, num_nodes = draft.tokens.shape
+        slots = num_nodes + 1
+        if draft.parents is None:
+            tail = jnp.broadcast_to(
+                draft.tokens[:, None], (batch_size, slots, num_nodes)
+            )
+            lengths = jnp.arange(slots, dtype=jnp.int32)[None]
+            return cls(None, tail, jnp.broadcast_to(lengths, (batch_size, slots)))
+        ancestors, depths = ancestry(draft.parents)
+        tokens = jnp.pad(draft.tokens, ((0, 0), (1, 0)))
+        # Node at depth d + 1 on the way to s, if any: a path has one node a depth.
+        levels = jnp.arange(1, depth + 1, dtype=jnp.int32)
+        on_path = ancestors[:, :, None, :] & (
+            depths[:, None, None, :] == levels[None, None, :, None]
+        )
+        tail = jnp.where(on_path, tokens[:, None, None, :], 0).sum(-1, dtype=jnp.int32)
+        return cls(Block(depths, ancestors), tail, depths)
+
+    def cut(self, width: int) -> "_Tree":
+        block = self.block
+        if block is not None:
+            block = Block(block.depth[:, :width], block.ancestors[:, :width, :width])
+        return _Tree(block, self.tail[:, :width], self.tail_length[:, :width])
+
+
+def ancestry(
+    parents: Int[Array, "B N"],
+) -> tuple[Bool[Array, "B M M"], Int[Array, "B M"]]:
+    """Returns ancestors-or-self and depth of the block `[last token, nodes]`.
+
+    Parents come before their children, so one pass over the nodes is enough.
+
+    Example:
+      >>> ancestors, depth = ancestry(jnp.array([[-1, -1, 0]]))
+      >>> depth.tolist()
+      [[0, 1, 1, 2]]
+      >>> ancestors[0, 3].tolist()
+      [True, True, False, True]
+    """
+    batch_size, num_nodes = parents.shape
+    size = num_nodes + 1
+    rows = jnp.arange(batch_size, dtype=jnp.int32)
+    itself = jnp.eye(size, dtype=bool)
+
+    def add_node(node, ancestors):
+        inherited = ancestors[rows, parents[:, node] + 1]
+        return ancestors.at[:, node + 1].set(inherited | itself[node + 1][None])
+
+    start = jnp.broadcast_to(itself, (batch_size, size, size))
+    ancestors = jax.lax.fori_loop(0, num_nodes, add_node, start)
+    return ancestors, ancestors.sum(-1, dtype=jnp.int32) - 1
+
+
+def _check_draft(draft, context, drafter, rule, vocab_size):
+    """Guards the seam where a drafter, perhaps a user's, hands over."""
+    shape = (context.length.shape[0], drafter.num_nodes)
+    chex.assert_shape(draft.tokens, shape)
+    chex.assert_shape(draft.num_valid, shape[:1])
+    chex.assert_type([draft.tokens, draft.num_valid], jnp.int32)
+    if draft.log_probs is not None:
+        chex.assert_shape(draft.log_probs, (*shape, vocab_size))
+    elif rule.needs_log_probs:
+        raise ValueError(
+            f"{rule} needs the law of every drafted token and {drafter} gives none; "
+            "use the rejection or the coupled rule."
+        )
+    if draft.parents is not None:
+        chex.assert_shape(draft.parents, shape)
+
+
+def _clip(draft: Draft, max_draft: Int[Array, " B"]) -> Draft:
+    """Cuts a draft to `max_draft` tokens, a tree to that depth."""
+    if draft.parents is None:
+        allowed = max_draft
+    else:
+        _, depths = ancestry(draft.parents)
+        allowed = (depths[:, 1:] <= max_draft[:, None]).sum(-1, dtype=jnp.int32)
+    return draft._replace(num_valid=jnp.minimum(draft.num_valid, allowed))
+
+
+def _judge(width, params, context, sampling, target, drafter, rule, tree):
+    """Returns the function that verifies the block's first `width` tokens.
+
+    Its results have the shapes of the full block, so that two widths can be the two
+    branches of one conditional.
+    """
+    missing = drafter.num_nodes + 1 - width
+    depth = drafter.depth
+    tree = tree.cut(width)
+
+    def widen(rows, fill=0):
+        return jnp.pad(
+            rows,
+            ((0, 0), (0, missing)) + ((0, 0),) * (rows.ndim - 2),
+            constant_values=fill,
+        )
+
+    def judge(tokens, draft, noise, cache):
+        output, cache = target.apply(
+            params.target,
+            tokens[:, :width],
+            cache,
+            block=tree.block,
+            hidden_layers=drafter.hidden_layers,
+        )
+        history = History(context.tokens, context.length, tree.tail, tree.tail_length)
+        log_probs = policy(output.logits, sampling, history)
+        nodes = draft._replace(num_valid=None)
+        cut = jax.tree.map(lambda leaf: leaf[:, : width - 1], nodes)
+        cut = cut._replace(num_valid=draft.num_valid)
+        verdict = jax.vmap(rule)(noise, cut, log_probs)
+        verdict = verdict._replace(path=widen(verdict.path))
+        # Block slot behind each emitted token: the last token, then the path.
+        slots = jnp.pad(verdict.path[:, :depth] + 1, ((0, 0), (1, 0)))
+        slots = jnp.minimum(slots, width - 1)
+        emitted = _emitted(draft.tokens, verdict, depth)
+        looked_up = _look_up(output.logits, log_probs, slots, emitted)
+        if draft.parents is not None:
+            log_probs = jnp.take_along_axis(log_probs, slots[..., None], axis=1)
+        else:
+            log_probs = widen(log_probs)
+        output = output._replace(
+            logits=widen(output.logits), hidden=tuple(map(widen, output.hidden))
+        )
+        return output, log_probs, looked_up, verdict, cache
+
+    return judge
+
+
+def _look_up(logits, log_probs, slots, tokens):
+    """Returns raw and policy log-probability of each token, and if they can be used."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    finite = jnp.isfinite(norm) & ~jnp.isnan(logits).any(axis=-1)
+    norm = jnp.take_along_axis(norm, slots, axis=1)
+    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    model_log_probs = (logits[rows, slots, tokens] - norm).astype(jnp.float32)
+    policy_log_probs = log_probs[rows, slots, tokens].astype(jnp.float32)
+    finite = jnp.take_along_axis(finite, slots, axis=1)
+    return model_log_probs, policy_log_probs, finite
+
+
+def _emitted(drafted, verdict, depth):
+    """Returns the accepted tokens and the next one, [B, depth + 1]."""
+    path = verdict.path[:, :depth]
+    accepted = jnp.take_along_axis(drafted, path, axis=1)
+    padded = jnp.pad(accepted, ((0, 0), (0, 1)))
+    places = jnp.arange(depth + 1, dtype=jnp.int32)[None]
+    here = places == verdict.num_accepted[:, None]
+    return jnp.where(here, verdict.next_token[:, None], padded)
