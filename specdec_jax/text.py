@@ -1,0 +1,388 @@
+"""Text in, text out: `SpeculativeDecoder` around the compiled loop.
+
+It tokenises, checks what was asked for, packs it into buckets, runs the programs and
+turns tokens back into text. A request's tokens depend on its prompt, its settings and
+its seed only, so the same request gives the same text alone, in any batch, streamed or
+not. Programs are compiled once for each bucket and shared by all decoders of equal
+parts; prompts, lengths, seeds and settings are arguments.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec_jax import requests
+from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
+from specdec_jax.detokenize import decode
+from specdec_jax.drafters import NoDrafter
+from specdec_jax.pairing import find_drafter, find_rule
+from specdec_jax.requests import Plan, Prompt, Request
+from specdec_jax.results import NonFiniteLogitsError, Result
+from specdec_jax.running import Engine, Piece, compile_programs, pieces
+from specdec_jax.sampling import Sampling
+
+ROUNDS_PER_LOOK = 4
+"""Rounds between two looks of the host at stop strings; no result depends on it."""
+
+_GREEDY = Sampling()
+
+
+class SpeculativeDecoder:
+    """A target, a drafter and a rule that decode text.
+
+    `from_pretrained` makes one from names; this constructor takes the parts.
+
+    Args:
+      target: The model whose law the text has.
+      params: Variables of the target and of the drafter.
+      tokenizer: A transformers tokenizer; None leaves prompts and results as ids.
+      drafter: Where proposals come from; None is plain decoding.
+      rule: "rejection", "coupled" or a rule object.
+      eos_token_ids: Ids that end a text unless a call says otherwise.
+      bos_token_id: What an empty prompt begins with.
+      max_positions: The most tokens, prompt included, that the target is made for.
+
+    Raises:
+      ValueError: There is no such rule.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        params: Params,
+        tokenizer: Any = None,
+        drafter: Drafter | None = None,
+        *,
+        rule: str | AcceptanceRule = "rejection",
+        eos_token_ids: Sequence[int] = (),
+        bos_token_id: int | None = None,
+        max_positions: int | None = None,
+    ):
+        drafter = NoDrafter() if drafter is None else drafter
+        self.engine = Engine(params, target, drafter, find_rule(rule), tokenizer)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bos_token_id = bos_token_id
+        self.max_positions = max_positions
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, or None."""
+        return self.engine.tokenizer
+
+    @property
+    def drafter(self) -> Drafter:
+        """Where proposals come from."""
+        return self.engine.drafter
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: Any = None,
+        *,
+        num_draft_tokens: int = 4,
+        rule: str | AcceptanceRule = "rejection",
+        dtype: Any = "float32",
+        mesh: Any = None,
+        draft_num_layers: int | None = None,
+    ) -> "SpeculativeDecoder":
+        """Loads a target and what drafts for it.
+
+        Args:
+          target: Name, folder or file of a checkpoint.
+          draft: The same; or "ngram" (prompt lookup), None or "none" (plain decoding),
+            or a drafter without variables of its own, whose sizes are its own too.
+          num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding.
+          rule: "rejection", "coupled" or a rule object.
+          dtype: Of the weights and the arithmetic of target and draft.
+          mesh: Not available yet.
+          draft_num_layers: Keeps that many layers of the draft. With the target's own
+            name as `draft` this makes a drafter without any training.
+
+        Raises:
+          ValueError: An argument is out of range, or target and draft do not fit.
+          FileNotFoundError: There is no such checkpoint.
+        """
+        from specdec_jax.checkpoints import load  # brings transformers in
+
+        if mesh is not None:
+            raise ValueError("mesh is not available yet; leave it None")
+        rule = find_rule(rule)
+        [num_draft_tokens] = requests.per_prompt(
+            "num_draft_tokens", num_draft_tokens, 1, least=0, most=1024
+        )
+        if draft_num_layers is not None and draft in (None, "none", "ngram"):
+            raise ValueError(
+                f"draft_num_layers is {draft_num_layers}, but the draft is {draft!r}; "
+                "name a checkpoint as draft, such as the target's own"
+            )
+        loaded = load(target, dtype=dtype)
+
+        def load_draft(name):
+            if name == target and draft_num_layers is None:
+                return loaded
+            return load(name, dtype=dtype, num_layers=draft_num_layers)
+
+        drafter, variables = find_drafter(
+            loaded, draft, num_draft_tokens=num_draft_tokens, load_draft=load_draft
+        )
+        return cls(
+            loaded.model,
+            Params(loaded.params, variables),
+            loaded.tokenizer,
+            drafter,
+            rule=rule,
+            eos_token_ids=loaded.eos_token_ids,
+            bos_token_id=loaded.bos_token_id,
+            max_positions=loaded.max_positions,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling = _GREEDY,
+        draft_sampling: Sampling | None = None,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        min_new_tokens: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> list[Result]:
+        """Decodes all prompts as one batch.
+
+        Args:
+          prompts: Text, lists of token ids, or one of either.
+          max_new_tokens: Budget, at least 1; one for all or one a prompt.
+          sampling: Settings of the target's policy, scalars or one value a prompt;
+            greedy by default.
+          draft_sampling: The draft's own policy; None uses the target's. It changes
+            how much is accepted, never the law of the text.
+          seed: An int: request i uses the key `fold_in(key(seed), i)`. A list with one
+            int a prompt: request i uses `fold_in(key(seed[i]), 0)`, which is what the
+            prompt uses alone with `seed=seed[i]`. From 0 to 2^32 - 1.
+          eos_token_id: None takes the checkpoint's; an id or a list replaces them; ()
+            means none, and only the budget ends a text.
+          min_new_tokens: EOS ids are impossible before that many new tokens.
+          stop: Strings that end a text. They are looked for in new text only, are no
+            part of it, and may begin and end anywhere in a token.
+
+        Returns:
+          One result a prompt, in order.
+
+        Raises:
+          ValueError: Something asked for is impossible; nothing was decoded.
+          NonFiniteLogitsError: The target's logits were not finite. It is a
+            FloatingPointError, and all results are in its `results`.
+        """
+        plan = self.plan(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            min_new_tokens=min_new_tokens,
+            stop=stop,
+        )
+        found = self.run(plan, rounds_per_look=ROUNDS_PER_LOOK if plan.stop else None)
+        results = sorted(
+            (piece.result for piece in found if piece.result is not None),
+            key=lambda result: result.index,
+        )
+        if any(result.finish_reason == "error" for result in results):
+            raise NonFiniteLogitsError(results)
+        return results
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = _GREEDY,
+        draft_sampling: Sampling | None = None,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        min_new_tokens: int = 0,
+        stop: str | Sequence[str] = (),
+        rounds_per_look: int = 1,
+    ) -> Iterator[str]:
+        """Decodes one prompt and yields its text in pieces of whole characters.
+
+        The pieces join to the text that `generate` returns. Where the origin of each
+        piece, the result, or several prompts matter, use `plan` and `run`.
+
+        Args:
+          prompt: Text or token ids.
+          max_new_tokens: As in `generate`, like all others.
+          sampling: Settings of the target's policy.
+          draft_sampling: The draft's own policy.
+          seed: As for prompt 0.
+          eos_token_id: Ids that end the text.
+          min_new_tokens: EOS ids are impossible before that many new tokens.
+          stop: Strings that end the text.
+          rounds_per_look: Rounds on the device between two looks; more of them make
+            larger pieces and less waiting for the host. The text stays the same.
+
+        Raises:
+          ValueError: Something asked for is impossible. It is raised here, not at the
+            first piece.
+          NonFiniteLogitsError: After the last piece, as in `generate`.
+        """
+        [one] = [prompt] if isinstance(prompt, str) else [requests.as_token_ids(prompt)]
+        plan = self.plan(
+            one,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            min_new_tokens=min_new_tokens,
+            stop=stop,
+        )
+        return _texts(self.run(plan, rounds_per_look=rounds_per_look))
+
+    def plan(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling = _GREEDY,
+        draft_sampling: Sampling | None = None,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        min_new_tokens: int = 0,
+        stop: str | Sequence[str] = (),
+        indices: Sequence[int] | None = None,
+    ) -> Plan:
+        """Tokenises and checks requests, for `run` and `compile`; decodes nothing.
+
+        Args:
+          prompts: As in `generate`, like all others.
+          max_new_tokens: Budgets.
+          sampling: Settings of the target's policy.
+          draft_sampling: The draft's own policy.
+          seed: One int, or one a prompt.
+          eos_token_id: Ids that end a text.
+          min_new_tokens: EOS ids are impossible before that many new tokens.
+          stop: Strings that end a text.
+          indices: The prompts' places in a larger data set, which stand for i in
+            "request i"; 0, 1, 2 and so on by default.
+
+        Raises:
+          ValueError: Something asked for is impossible.
+        """
+        given = requests.as_prompts(prompts)
+        size = len(given)
+        vocab_size = self.engine.target.vocab_size
+        budgets = requests.per_prompt("max_new_tokens", max_new_tokens, size, 1, 2**30)
+        [minimum] = requests.per_prompt("min_new_tokens", min_new_tokens, 1, 0, 2**30)
+        seeds = requests.per_prompt("seed", seed, size, 0, 2**32 - 1)
+        eos = requests.eos_ids(eos_token_id, self.eos_token_ids, vocab_size)
+        places = list(range(size)) if indices is None else list(indices)
+        one_seed = not isinstance(seed, Sequence) and not hasattr(seed, "__len__")
+        asked = []
+        for place, prompt, budget, own in zip(
+            places, given, budgets, seeds, strict=True
+        ):
+            tokens = self.encode(prompt, budget)
+            text = prompt if isinstance(prompt, str) else decode(self.tokenizer, tokens)
+            fold = place if one_seed else 0
+            asked.append(Request(place, text, tokens, budget, own, fold))
+
+        def rows(settings):
+            return requests.sampling_rows(settings, asked, vocab_size, eos, minimum)
+
+        return Plan(
+            requests=asked,
+            eos_token_ids=eos,
+            stop=requests.stop_strings(stop, self.tokenizer),
+            sampling=rows(sampling),
+            draft_sampling=None if draft_sampling is None else rows(draft_sampling),
+        )
+
+    def run(
+        self,
+        plan: Plan,
+        *,
+        batch_size: int | None = None,
+        rounds_per_look: int | None = ROUNDS_PER_LOOK,
+    ) -> Iterator[Piece]:
+        """Decodes planned requests and yields pieces of their texts as they come.
+
+        Args:
+          plan: The requests.
+          batch_size: Rows of a batch at the most; None makes one batch of all.
+          rounds_per_look: Rounds on the device between two looks of the host. None
+            runs each batch to its end in one go, with one piece a request; a plan with
+            stop strings needs looks.
+
+        Yields:
+          Pieces; the last one of each request has its result. Non-finite logits end a
+          request with the finish reason "error"; nothing is raised.
+
+        Raises:
+          ValueError: A size is below 1.
+        """
+        if rounds_per_look is None and plan.stop:
+            raise ValueError("stop strings need rounds_per_look, got None")
+        if batch_size is None:
+            batch_size = max(len(plan.requests), 1)
+        for name, size in (
+            ("batch_size", batch_size),
+            ("rounds_per_look", rounds_per_look or 1),
+        ):
+            requests.per_prompt(name, size, 1, least=1, most=2**30)
+        return pieces(
+            self.engine, plan, batch_size=batch_size, rounds_per_look=rounds_per_look
+        )
+
+    def compile(self, plan: Plan, *, batch_size: int | None = None) -> None:
+        """Compiles the programs that `run` needs for the first batch; runs nothing."""
+        size = batch_size or max(len(plan.requests), 1)
+        compile_programs(self.engine, plan, batch_size=size)
+
+    def encode(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
+        """Returns the tokens of a prompt, as the target will read them.
+
+        Raises:
+          ValueError: It is empty and there is no BOS, has an unknown id, or does not
+            fit into the target's positions with `max_new_tokens` new ones.
+        """
+        tokens = requests.encode(prompt, self.tokenizer, self.bos_token_id)
+        vocab_size = self.engine.target.vocab_size
+        requests.check_fits(tokens, max_new_tokens, vocab_size, self.max_positions)
+        return tokens
+
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Returns the tokens of a conversation that the target is to go on with.
+
+        The template is the tokenizer's and writes every special token itself, so none
+        is added to it.
+
+        Args:
+          messages: `{"role": ..., "content": ...}` each, or the text of one user turn.
+
+        Raises:
+          ValueError: The checkpoint has no chat template.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                "the checkpoint has no chat template; give plain text, or a "
+                "checkpoint made for chat, such as smollm2-135m"
+            )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _texts(found: Iterator[Piece]) -> Iterator[str]:
+    """Yields the texts of one request's pieces."""
+    for piece in found:
+        if piece.text:
+            yield piece.text
+        if piece.result is not None and piece.result.finish_reason == "error":
+            raise NonFiniteLogitsError([piece.result])
