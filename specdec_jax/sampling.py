@@ -9,18 +9,17 @@ Values never decide a program, only presence does: a setting that is neutral in 
 rows is None and costs nothing; otherwise the rows that do not use it carry its neutral
 value.
 
-Order (`_get_logits_processor` of transformers 5.24): logit bias, repetition penalty,
-no-repeat n-grams, banned tokens, minimum length, temperature, top-k, top-p, min-p,
-typical-p. Banned tokens share the array of the bias: nothing in between brings a
-token back. Presence and frequency penalties, which Hugging Face lacks, follow the
-repetition penalty as in vLLM.
+Order, that of `GenerationMixin._get_logits_processor` in transformers 5.24: logit
+bias, repetition penalty, no-repeat n-grams, banned tokens, minimum length, temperature,
+top-k, top-p, min-p, typical-p. Banned tokens share the array of the bias: nothing in
+between brings a token back. Presence and frequency penalties, which Hugging Face
+lacks, follow the repetition penalty as in vLLM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -70,6 +69,9 @@ def policy(
 ) -> Float[Array, "B S V"]:
     """Turns logits into policy rows. The cast to float32 happens here and only here.
 
+    Each row is a function of its own logits, settings and history, bit for bit: the
+    other rows, the size of the block and the mesh do not change the order of any sum.
+
     Args:
       logits: Of any float dtype; float64 stays float64, for exact enumeration.
       rows: Settings of the B rows.
@@ -94,7 +96,7 @@ def policy(
         logits = logits.astype(jnp.float32)
     logits = _penalise(logits, rows, history)
     best = jnp.max(logits, axis=-1, keepdims=True)
-    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
     is_best = token == lax.argmax(logits, 2, jnp.int32)[..., None]
     row = jnp.where(is_best, 0.0, -jnp.inf).astype(logits.dtype)
     if rows.temperature is not None:
@@ -154,16 +156,23 @@ def _warp(
     if rows.min_p is not None:
         keep &= jnp.exp(scaled) >= rows.min_p.astype(logits.dtype)[:, None, None]
     if rows.typical_p is not None:
-        log_probs = jax.nn.log_softmax(jnp.where(keep, scaled, -jnp.inf), axis=-1)
+        log_probs = filters.log_normalised(jnp.where(keep, scaled, -jnp.inf))
         keep &= filters.typical(log_probs, rows.typical_p)
-    return jax.nn.log_softmax(jnp.where(keep, scaled, -jnp.inf), axis=-1)
+    return filters.log_normalised(jnp.where(keep, scaled, -jnp.inf))
+
+
+PerRow = Any
+"""One value for all rows, or a sequence or array with one value a row.
+
+Not annotated further: `settings` says better what is wrong than a type checker."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling settings with Hugging Face's names: immutable, hashable, checked.
 
-    Each field is one value for all rows, or a sequence with one value a row.
+    Each field is one value for all rows, or a sequence with one value a row; None in a
+    sequence is neutral where None alone is.
 
     Raises:
       ValueError: A value is of the wrong kind or outside its range.
@@ -174,29 +183,27 @@ class Sampling:
       [1.0, 0.5]
     """
 
-    temperature: float | Sequence[float] = 0.0
+    temperature: PerRow = 0.0
     """0 is greedy: a branch of its own. Values in (0, 0.001) are refused."""
-    top_k: int | Sequence[int | None] | None = None
+    top_k: PerRow = None
     """Exactly this many tokens are kept; among equal logits those of lowest id."""
-    top_p: float | Sequence[float | None] | None = None
+    top_p: PerRow = None
     """The likeliest tokens are kept until they hold this much; the last one stays."""
-    min_p: float | Sequence[float | None] | None = None
+    min_p: PerRow = None
     """Tokens with less than this fraction of the best one's probability go."""
-    typical_p: float | Sequence[float | None] | None = None
+    typical_p: PerRow = None
     """As top_p, but by nearness of a token's surprise to the row's entropy."""
-    repetition_penalty: float | Sequence[float] = 1.0
+    repetition_penalty: PerRow = 1.0
     """Divides positive, multiplies negative logits of all tokens in the text."""
-    presence_penalty: float | Sequence[float] = 0.0
+    presence_penalty: PerRow = 0.0
     """Subtracted from the logit of each generated token, once."""
-    frequency_penalty: float | Sequence[float] = 0.0
+    frequency_penalty: PerRow = 0.0
     """Subtracted for each time a token was generated."""
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = (
-        field(default=None, hash=False)
-    )
-    """Added to the logits of these ids, before anything else."""
-    banned_tokens: Sequence[int] | Sequence[Sequence[int]] = ()
-    """Ids that never occur."""
-    no_repeat_ngram_size: int | Sequence[int] = 0
+    logit_bias: PerRow = field(default=None, hash=False)
+    """Mapping from ids to what is added to their logits, before anything else."""
+    banned_tokens: PerRow = ()
+    """Ids that never occur, EOS ids included (`suppress_tokens` in Hugging Face)."""
+    no_repeat_ngram_size: PerRow = 0
     """No n-gram of this size occurs twice in the text, prompt included; 0 is off."""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class Setting(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if self.dtype is np.int32:
-            return value in range(2**31) and self.valid(value)
+            return 0 <= value < 2**31 and value == int(value) and self.valid(value)
         with np.errstate(over="ignore"):
             rounded = np.float32(value)  # it has to be valid where it is used
         return bool(np.isfinite(rounded) and self.valid(rounded))
@@ -129,7 +129,7 @@ def plain(value: Any) -> Any:
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return tuple(plain(v) for v in value)
     return value
 
