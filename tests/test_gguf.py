@@ -4,9 +4,11 @@ import sys
 
 import gguf
 import gguf_reference
+import jax
 import numpy as np
 import pytest
 
+from specdec_jax import checkpoints
 from specdec_jax.checkpoints.gguf import open_gguf
 from specdec_jax.checkpoints.gguf_file import read_file
 from specdec_jax.checkpoints.gguf_tokenizer import build_tokenizer
@@ -227,6 +229,32 @@ def test_config_and_weights_equal_those_of_transformers_reader(path, architectur
     assert [type(model).__name__] == source.config["architectures"]
     assert config.pop("rope_theta") == source.config["rope_parameters"]["rope_theta"]
     assert config == {key: source.config[key] for key in config}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {"tied": True}),
+        ("qwen2", {"bias": True}),
+        ("qwen3", {"qk_norm": True}),
+    ],
+)
+def test_files_load_as_models_that_transformers_agrees_with(
+    path, architecture, options
+):
+    torch = pytest.importorskip("torch")
+
+    weights = hf_weights(**options)
+    keys = {f"{architecture}.attention.key_length": HEAD_DIM}
+    write(path, weights, architecture=architecture, keys=keys)
+    loaded = checkpoints.load(path)
+    theirs, _ = gguf_reference.load(path, loaded.config)
+    tokens = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % VOCAB
+    cache = loaded.model.init_cache(2, 16)
+    output, _ = jax.jit(loaded.model.apply)(loaded.params, tokens, cache)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(output.logits, expected, rtol=1e-4, atol=1e-3)
 
 
 # ---- configuration

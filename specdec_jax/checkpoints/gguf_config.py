@@ -40,14 +40,21 @@ class _Architecture(NamedTuple):
     model_type: str
     class_name: str
     layer: Mapping[str, str]
+    biases: tuple[str, ...] = ()
+    """Settings of Hugging Face's config that say which biases there are."""
     permuted: bool = False
     """Whether q and k are stored for interleaved rotary embedding."""
 
 
+_BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 _ARCHITECTURES = {
-    "llama": _Architecture("llama", "LlamaForCausalLM", _LAYER, permuted=True),
+    "llama": _Architecture(
+        "llama", "LlamaForCausalLM", _LAYER, tuple(_BIASES), permuted=True
+    ),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", _LAYER),
-    "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _LAYER | _QK_NORM),
+    "qwen3": _Architecture(
+        "qwen3", "Qwen3ForCausalLM", _LAYER | _QK_NORM, ("attention_bias",)
+    ),
 }
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -103,9 +110,8 @@ def config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": rope_parameters(file, keys, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
+    found |= {key: _BIASES[key] in file.tensors for key in architecture.biases}
     for token in ("bos", "eos"):
         found[f"{token}_token_id"] = file.metadata.get(
             f"tokenizer.ggml.{token}_token_id"
