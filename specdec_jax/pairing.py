@@ -8,6 +8,9 @@ from specdec_jax.acceptance import RULES
 from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
 
+DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
+"""The bundled pair, which the command line uses unless told otherwise."""
+
 
 def find_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
     """Returns the acceptance rule of a name; a rule object is returned as it is.

@@ -100,19 +100,21 @@ def pieces(
 
 
 def compile_programs(engine: Engine, plan: Plan, *, batch_size: int) -> None:
-    """Compiles what `pieces` would run on the first batch, and runs nothing."""
-    if not plan.requests:
-        return
-    batch = pack(plan, 0, min(batch_size, len(plan.requests)))
-    start = partial(_start, target=engine.target, drafter=engine.drafter)
-    state = jax.eval_shape(start, engine.params, batch)
-    _start.lower(
-        engine.params, batch, target=engine.target, drafter=engine.drafter
-    ).compile()
-    stopped = np.zeros(len(batch.length), bool)
-    _advance.lower(
-        engine.params, state, stopped, _TO_THE_END, **_parts(engine)
-    ).compile()
+    """Compiles what `pieces` would run, once for each shape; runs nothing."""
+    shapes = set()
+    for first in range(0, len(plan.requests), batch_size):
+        batch = pack(plan, first, min(first + batch_size, len(plan.requests)))
+        if batch.tokens.shape in shapes:
+            continue
+        shapes.add(batch.tokens.shape)
+        parts = _parts(engine)
+        rule = parts.pop("rule")
+        state = jax.eval_shape(partial(_start, **parts), engine.params, batch)
+        stopped = np.zeros(len(batch.length), bool)
+        _start.lower(engine.params, batch, **parts).compile()
+        _advance.lower(
+            engine.params, state, stopped, _TO_THE_END, rule=rule, **parts
+        ).compile()
 
 
 def _parts(engine: Engine) -> dict[str, Any]:

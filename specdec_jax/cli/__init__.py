@@ -1,0 +1,75 @@
+"""The command line, `specdec`. One command a file; messages and codes are made here.
+
+A user's mistake ends with a message on stderr, exit code 2 and no traceback; set
+SPECDEC_TRACEBACK=1 to see where it was found. Heavy imports wait inside the commands,
+so that `--help` answers at once.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from specdec_jax.cli.generate import generate
+from specdec_jax.cli.info import info
+
+app = typer.Typer(
+    name="specdec",
+    help="Exact speculative decoding in JAX.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(info)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: Arguments without the program's name; None takes those of the process.
+
+    Returns:
+      The exit code: 0, or 2 for a user's mistake.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return app(arguments, prog_name="specdec", standalone_mode=False) or 0
+    except (ValueError, OSError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _pipe_closed()
+        if os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        return _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        # typer carries click inside from 0.26 on and imports it before: no shared type.
+        if not hasattr(error, "format_message"):
+            raise
+        return _complain(error.format_message() + _suggestion(error))
+
+
+def _complain(message: str) -> int:
+    print(f"specdec: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _pipe_closed() -> int:
+    """Ends quietly when the reader of stdout has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
+def _suggestion(error: Any) -> str:
+    """Returns the option that a misspelt one is nearest to, as a sentence, or ""."""
+    wrong, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if wrong is None or context is None:
+        return ""
+    offered = [name for parameter in context.command.params for name in parameter.opts]
+    near = difflib.get_close_matches(wrong, offered, n=1)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,279 @@
+"""`specdec generate`: text for prompts from the command line or from a file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from specdec_jax.cli import show
+from specdec_jax.cli.environment import environment
+from specdec_jax.cli.prompts import Entry, Problem, read_prompts
+from specdec_jax.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+
+DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+"""What a run without any prompt goes on with."""
+
+
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Texts to go on with.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines: {"prompt": ...} or {"messages": [...]}.'),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where --prompts writes; stdout by default.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
+    ] = DEFAULT_TARGET,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The same, or ngram, or none. By default the bundled draft for the "
+            "bundled target and ngram for any other."
+        ),
+    ] = None,
+    draft_num_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep that many layers of the draft; of the target where no draft is "
+            "named."
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Tokens drafted a round, K; 0 is plain decoding.")
+    ] = 4,
+    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    draft_temperature: Annotated[
+        float | None, typer.Option(help="The draft's own; the target's by default.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option()] = 128,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a text; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16.")
+    ] = "float32",
+    batch_size: Annotated[
+        int, typer.Option(help="Prompts decoded together at the most.")
+    ] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document.")
+    ] = False,
+) -> int:
+    """Goes on with prompts, drafting and verifying; greedy unless told otherwise."""
+    from specdec_jax.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    draft_sampling = None
+    if draft_temperature is not None:
+        draft_sampling = dataclasses.replace(sampling, temperature=draft_temperature)
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    job = _Job(
+        target=target,
+        draft=_choose_draft(target, draft, draft_num_layers),
+        options={
+            "draft_num_layers": draft_num_layers,
+            "num_draft_tokens": num_draft_tokens,
+            "rule": rule,
+            "dtype": dtype,
+        },
+        settings={
+            "sampling": sampling,
+            "draft_sampling": draft_sampling,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+        },
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        batch_size=batch_size,
+    )
+    entries, problems = _entries(prompt, prompts, chat)
+    if prompts is None and output is not None:
+        raise ValueError("--output goes with --prompts")
+    return _run(job, entries, problems, prompts, output, as_json)
+
+
+class _Job(NamedTuple):
+    """What is to be decoded with what."""
+
+    target: str
+    draft: Any
+    options: dict[str, Any]
+    """Further arguments of `from_pretrained`."""
+    settings: dict[str, Any]
+    """Arguments of `plan` that are the same for all prompts."""
+    max_new_tokens: int
+    chat: bool
+    batch_size: int
+
+    def describe(self) -> dict[str, Any]:
+        """Returns everything that decides the texts, as plain values for JSON."""
+        sampling, draft = self.settings["sampling"], self.settings["draft_sampling"]
+        return {
+            "target": self.target,
+            "draft": self.draft,
+            **self.options,
+            "sampling": dataclasses.asdict(sampling),
+            "draft_temperature": None if draft is None else draft.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.settings["stop"]),
+            "seed": self.settings["seed"],
+            "chat": self.chat,
+            "batch_size": self.batch_size,
+        }
+
+
+def _choose_draft(
+    target: str, draft: list[str] | None, draft_num_layers: int | None
+) -> Any:
+    """Returns what drafts: what was named, else what suits the target."""
+    if draft:
+        return draft if len(draft) > 1 else draft[0]
+    if draft_num_layers is not None:
+        return target
+    return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
+
+
+def _entries(
+    prompt: list[str] | None, path: Path | None, chat: bool
+) -> tuple[list[Entry], list[Problem]]:
+    if path is not None:
+        if prompt:
+            raise ValueError("give prompts on the command line or --prompts, not both")
+        return read_prompts(path)
+    texts = prompt or [DEFAULT_PROMPT]
+    return [Entry(0, i, text, chat, None) for i, text in enumerate(texts)], []
+
+
+def _run(
+    job: _Job,
+    entries: list[Entry],
+    problems: list[Problem],
+    path: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Loads, compiles, decodes and writes; returns the exit code."""
+    timing: dict[str, float] = {}
+    with show.status(f"loading {job.target}"), show.clock(timing, "load_seconds"):
+        decoder = _load(job)
+    plan, entries, misfits = _plan(decoder, job, entries, tolerant=path is not None)
+    problems = sorted([*problems, *misfits])
+    for problem in problems:
+        show.note(f"{path}: line {problem.line}: {problem.message}")
+    with show.status("compiling"), show.clock(timing, "compile_seconds"):
+        decoder.compile(plan, batch_size=job.batch_size)
+
+    contents = {entry.index: entry.content for entry in entries}
+    texts = path is None and not as_json
+    live = texts and len(entries) == 1 and show.is_terminal()
+    pieces, results = [], []
+    looks = 1 if live else 4 if texts or plan.stop else None
+    with show.lines(path, output, as_json) as lines, show.progress(contents) as done:
+        with show.clock(timing, "decode_seconds"):
+            for piece in decoder.run(
+                plan, batch_size=job.batch_size, rounds_per_look=looks
+            ):
+                pieces.append(piece)
+                if live:
+                    show.piece(piece)
+                if piece.result is not None:
+                    results.append(piece.result)
+                    lines(show.record(piece.result, contents[piece.index]))
+                    done()
+    results.sort(key=lambda result: result.index)
+    tokens = sum(result.num_tokens for result in results)
+    timing["tokens_per_second"] = tokens / max(timing["decode_seconds"], 1e-9)
+    if as_json:
+        show.document(
+            requests=[show.record(r, contents[r.index]) for r in results],
+            timing=timing,
+            config=job.describe(),
+            environment=environment(),
+        )
+    elif texts:
+        show.texts(pieces, live)
+    if not as_json:
+        show.summary(results, timing["tokens_per_second"])
+    _complain(results, problems, len(entries) + len(problems))
+    return 0
+
+
+def _load(job: _Job) -> Any:
+    """Loads the checkpoints; a missing bundled one is told what to use instead."""
+    from specdec_jax.compilation import enable_compilation_cache
+    from specdec_jax.text import SpeculativeDecoder
+
+    enable_compilation_cache()
+    try:
+        return SpeculativeDecoder.from_pretrained(job.target, job.draft, **job.options)
+    except FileNotFoundError as error:
+        if job.target != DEFAULT_TARGET:
+            raise
+        raise FileNotFoundError(
+            f"{error}; the default target is bundled with the library and not here: "
+            "try --target smollm2-135m, a folder or a hub id"
+        ) from None
+
+
+def _plan(
+    decoder: Any, job: _Job, entries: list[Entry], *, tolerant: bool
+) -> tuple[Any, list[Entry], list[Problem]]:
+    """Tokenises the entries; those that cannot be used are left out if `tolerant`."""
+    kept, prompts, budgets, misfits = [], [], [], []
+    for entry in entries:
+        budget = entry.max_new_tokens or job.max_new_tokens
+        try:
+            prompt = entry.content
+            if entry.is_chat or job.chat:
+                prompt = decoder.chat_prompt(prompt)
+            decoder.encode(prompt, max(budget, 1))
+        except ValueError as error:
+            if not tolerant:
+                raise
+            misfits.append(Problem(entry.line, str(error)))
+            continue
+        kept.append(entry)
+        prompts.append(prompt)
+        budgets.append(budget)
+    plan = decoder.plan(
+        prompts,
+        max_new_tokens=budgets,
+        indices=[entry.index for entry in kept],
+        **job.settings,
+    )
+    return plan, kept, misfits
+
+
+def _complain(results: list[Any], problems: list[Problem], size: int) -> None:
+    """Raises for what went wrong, now that everything else is written."""
+    from specdec_jax.results import NonFiniteLogitsError
+
+    if any(result.finish_reason == "error" for result in results):
+        raise NonFiniteLogitsError(results)
+    if problems:
+        first = problems[0]
+        raise ValueError(
+            f"{len(problems)} of {size} prompts could not be used, first line "
+            f"{first.line}: {first.message}; all others are done"
+        )
