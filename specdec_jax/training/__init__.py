@@ -1,0 +1,1 @@
+"""Training of small targets and of drafts, with optax."""
