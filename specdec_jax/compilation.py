@@ -21,7 +21,7 @@ def enable_compilation_cache() -> Path:
     The command line and the notebooks call it; importing the library does not. A
     folder that was configured before (JAX_COMPILATION_CACHE_DIR) is left alone.
     """
-    chosen = jax.config.jax_compilation_cache_dir
+    chosen = jax.config.values["jax_compilation_cache_dir"]
     path = Path(chosen) if chosen else cache_directory()
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Small programs count too: a bundled pair has dozens that compile in a moment.

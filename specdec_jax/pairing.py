@@ -1,12 +1,13 @@
 """Which drafter goes with a target: names become drafters, and misfits are refused."""
 
 import difflib
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from specdec_jax.acceptance import RULES
 from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.requests import per_prompt
 
 DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
 """The bundled pair, which the command line uses unless told otherwise."""
@@ -32,42 +33,67 @@ def find_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
         near = difflib.get_close_matches(rule, RULES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"unknown rule {rule!r}{hint}; offered are {', '.join(RULES)}")
-    return RULES[rule]
+    found: Any = RULES[rule]
+    return found
 
 
-def find_drafter(
-    target: Any,
+def load_pair(
+    target: str | Path,
     draft: Any,
-    *,
     num_draft_tokens: int,
-    load_draft: Callable[[str], Any],
-) -> tuple[Drafter, Any]:
-    """Returns the drafter that a user asked for, and its variables.
+    dtype: Any,
+    draft_num_layers: int | None,
+) -> tuple[Any, Drafter, Any]:
+    """Loads a target and what drafts for it; see `SpeculativeDecoder.from_pretrained`.
 
-    Args:
-      target: The target as `checkpoints.load` returns it.
-      draft: None or "none", "ngram", a checkpoint's name, folder or file, or a drafter.
-      num_draft_tokens: Draft length K; 0 is plain decoding.
-      load_draft: Loads a checkpoint.
+    Returns:
+      The loaded target, the drafter, and the drafter's variables or None.
 
     Raises:
-      ValueError: The draft is of no such kind, or its vocabulary is not the target's.
+      ValueError: An argument is out of range, or target and draft do not fit.
+      FileNotFoundError: There is no such checkpoint.
     """
+    from specdec_jax.checkpoints import load  # brings transformers in
+
+    _check(draft, num_draft_tokens, draft_num_layers)
+    loaded: Any = load(target, dtype=dtype)
+    if draft is None or draft == "none" or num_draft_tokens == 0:
+        return loaded, NoDrafter(), None
+    if draft == "ngram":
+        return loaded, NgramDrafter(num_draft_tokens), None
+    if _is_drafter(draft):
+        return loaded, draft, None
+    small: Any = loaded
+    if draft != target or draft_num_layers is not None:
+        small = load(draft, dtype=dtype, num_layers=draft_num_layers)
+    check_same_vocabulary(loaded, small)
+    vocab_size = loaded.model.vocab_size
+    drafter = ModelDrafter(small.model, num_draft_tokens, vocab_size)
+    return loaded, drafter, small.params
+
+
+def _check(draft: Any, num_draft_tokens: int, draft_num_layers: int | None) -> None:
+    """Refuses arguments that no checkpoint could make right, before any is read."""
+    per_prompt("num_draft_tokens", num_draft_tokens, 1, least=0, most=1024)
     if isinstance(draft, list | tuple):
         raise ValueError(
             f"{len(draft)} drafts were given; staged drafts are not available yet, "
             "give one"
         )
-    if draft is None or draft == "none" or num_draft_tokens == 0:
-        return NoDrafter(), None
-    if draft == "ngram":
-        return NgramDrafter(num_draft_tokens), None
-    if hasattr(draft, "draft") and hasattr(draft, "num_nodes"):
-        return draft, None
-    loaded = load_draft(draft)
-    check_same_vocabulary(target, loaded)
-    vocab_size = target.model.vocab_size
-    return ModelDrafter(loaded.model, num_draft_tokens, vocab_size), loaded.params
+    if not (draft is None or isinstance(draft, str | Path) or _is_drafter(draft)):
+        raise ValueError(
+            f"draft is {draft!r}; give a checkpoint, 'ngram', 'none' or a drafter"
+        )
+    named = isinstance(draft, str | Path) and draft not in ("none", "ngram")
+    if draft_num_layers is not None and not named:
+        raise ValueError(
+            f"draft_num_layers is {draft_num_layers}, but the draft is {draft!r}; "
+            "name a checkpoint as draft, such as the target's own"
+        )
+
+
+def _is_drafter(draft: Any) -> bool:
+    return hasattr(draft, "draft") and hasattr(draft, "num_nodes")
 
 
 def check_same_vocabulary(target: Any, draft: Any) -> None:

@@ -13,19 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from specdec_jax import decode
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
-from specdec_jax.detokenize import TextFollower
-from specdec_jax.detokenize import decode as decode_text
-from specdec_jax.requests import Batch, Plan, Request, pack
-from specdec_jax.results import (
-    FINISH_REASONS,
-    ORIGINS,
-    Result,
-    acceptance_histogram,
-)
+from specdec_jax.following import Look, Piece, Row
+from specdec_jax.packing import Batch, Plan, pack
 
 MAX_ROUNDS_PER_LOOK = 64
 """Rounds of which the program keeps a record for the host."""
@@ -43,35 +36,6 @@ class Engine(NamedTuple):
     tokenizer: Any
 
 
-class Piece(NamedTuple):
-    """A piece of a request's text, or its end."""
-
-    index: int
-    """The request's place among the prompts."""
-    text: str
-    """Whole characters; the pieces of a request join to the result's text."""
-    origin: str
-    """"accepted", "corrected" or "bonus": where the token that completes it is from."""
-    result: Result | None = None
-    """The request's result in its last piece, None in all others."""
-
-
-class Look(NamedTuple):
-    """What the host sees of a state; new arrays, since the state is donated."""
-
-    tokens: Int[Array, "B T"]
-    length: Int[Array, " B"]
-    finish: Int[Array, " B"]
-    log_probs: Float[Array, "B T"]
-    policy_log_probs: Float[Array, "B T"]
-    origin: Int[Array, "B T"]
-    counts: decode.Counts
-    drafted: Int[Array, "B R"]
-    """Tokens drafted in each round since the last look."""
-    emitted: Int[Array, "B R"]
-    """Tokens emitted in each round since the last look."""
-
-
 def pieces(
     engine: Engine, plan: Plan, *, batch_size: int, rounds_per_look: int | None
 ) -> Iterator[Piece]:
@@ -83,10 +47,29 @@ def pieces(
       batch_size: Rows of a batch at the most.
       rounds_per_look: Rounds between two looks of the host. None: each request comes
         as one last piece without text.
+
+    Raises:
+      ValueError: A size is below 1, or stop strings come without looks.
     """
+    if rounds_per_look is None and plan.stop:
+        raise ValueError("stop strings need rounds_per_look, got None")
+    if min(batch_size, rounds_per_look or 1) < 1:
+        raise ValueError(
+            f"batch_size is {batch_size} and rounds_per_look {rounds_per_look}; both "
+            "must be at least 1"
+        )
+    return _pieces(engine, plan, batch_size, rounds_per_look)
+
+
+def _pieces(
+    engine: Engine, plan: Plan, batch_size: int, rounds_per_look: int | None
+) -> Iterator[Piece]:
     for first in range(0, len(plan.requests), batch_size):
         last = min(first + batch_size, len(plan.requests))
-        rows = [_Row(engine, plan, request) for request in plan.requests[first:last]]
+        rows = [
+            Row(request, engine.tokenizer, plan.stop, engine.drafter.depth)
+            for request in plan.requests[first:last]
+        ]
         batch = pack(plan, first, last)
         stopped = np.zeros(len(batch.length), bool)
         follow = rounds_per_look is not None
@@ -145,9 +128,9 @@ def _looks(
 
 @partial(jax.jit, static_argnames=("target", "drafter"))
 def _start(
-    params: Params, batch: Batch, *, target: LanguageModel, drafter: Drafter
+    params: Params, batch: Any, *, target: LanguageModel, drafter: Drafter
 ) -> decode.DecodeState:
-    """Makes the state of a batch and reads its prompts."""
+    """Makes the state of a `Batch` and reads its prompts."""
     key = jax.vmap(lambda seed, fold: jax.random.fold_in(jax.random.key(seed), fold))(
         batch.seed, batch.fold
     )
@@ -219,94 +202,3 @@ def _advance(
         emitted,
     )
     return state, look
-
-
-class _Row:
-    """One request as the host sees it."""
-
-    def __init__(self, engine: Engine, plan: Plan, request: Request):
-        self.done = False
-        self._request = request
-        self._tokenizer = engine.tokenizer
-        self._depth = engine.drafter.depth
-        self._text = TextFollower(engine.tokenizer, plan.stop)
-        self._num_tokens = 0
-        self._num_drafted = 0
-
-    def read(self, look: Look, place: int, follow: bool) -> Iterator[Piece]:
-        """Yields the pieces that are new in row `place`, and the last one if it ended.
-
-        With `follow` false only the last one comes, without text.
-        """
-        reason = FINISH_REASONS[look.finish[place]]
-        start = len(self._request.token_ids)
-        length = int(look.length[place]) - start
-        if follow:
-            for at in range(self._num_tokens, length):
-                origin = ORIGINS[look.origin[place, start + at]]
-                if reason == "eos" and at == length - 1:
-                    break  # the EOS is no part of the text
-                stopped = self._text.push(int(look.tokens[place, start + at]))
-                text = self._text.take()
-                if text:
-                    yield Piece(self._request.index, text, origin)
-                if stopped:
-                    length, reason = at + 1, "stop"
-                    break
-        self.done = reason != "running"
-        if self.done:
-            yield self._end(look, place, length, reason, follow)
-        self._num_tokens = length
-        self._num_drafted = int(look.counts.num_drafted[place])
-
-    def _end(
-        self, look: Look, place: int, length: int, reason: str, follow: bool
-    ) -> Piece:
-        start = len(self._request.token_ids)
-        new = slice(start, start + length)
-        tokens = look.tokens[place, new].tolist()
-        origins = look.origin[place, new].tolist()
-        if follow:
-            tail = self._text.finish()
-            text = self._text.text
-        else:
-            tail = ""
-            text = decode_text(
-                self._tokenizer, tokens[:-1] if reason == "eos" else tokens
-            )
-        rounds, num_drafted, histogram = self._counts(look, place, origins, reason)
-        result = Result(
-            index=self._request.index,
-            prompt=self._request.text,
-            prompt_token_ids=self._request.token_ids,
-            text=text,
-            token_ids=tokens,
-            finish_reason=reason,
-            logprobs=look.log_probs[place, new].tolist(),
-            policy_logprobs=look.policy_log_probs[place, new].tolist(),
-            origins=[ORIGINS[origin] for origin in origins],
-            rounds=rounds,
-            num_drafted=num_drafted,
-            num_accepted=sum(ORIGINS[origin] == "accepted" for origin in origins),
-            acceptance_histogram=histogram,
-        )
-        last = result.origins[-1] if origins else ""
-        return Piece(self._request.index, tail, last, result)
-
-    def _counts(
-        self, look: Look, place: int, origins: list[int], reason: str
-    ) -> tuple[int, int, list[int]]:
-        """Returns rounds, drafted tokens and histogram of the tokens that stay."""
-        if reason != "stop":
-            counts = jax.tree.map(lambda leaf: leaf[place], look.counts)
-            return (
-                int(counts.rounds),
-                int(counts.num_drafted),
-                counts.histogram.tolist(),
-            )
-        histogram = acceptance_histogram(origins, self._depth)
-        # The device ran on to the next look: count to the round of the last token.
-        reached = np.cumsum(look.emitted[place])
-        rounds = np.searchsorted(reached, len(origins) - self._num_tokens) + 1
-        drafted = self._num_drafted + int(look.drafted[place, :rounds].sum())
-        return sum(histogram), drafted, histogram

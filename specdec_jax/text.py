@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_jax import requests
+from specdec_jax import packing, requests
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
 from specdec_jax.detokenize import decode
 from specdec_jax.drafters import NoDrafter
-from specdec_jax.pairing import find_drafter, find_rule
-from specdec_jax.requests import Plan, Prompt, Request
+from specdec_jax.following import Piece
+from specdec_jax.packing import Plan, Request
+from specdec_jax.pairing import find_rule, load_pair
+from specdec_jax.requests import Prompt
 from specdec_jax.results import NonFiniteLogitsError, Result
-from specdec_jax.running import Engine, Piece, compile_programs, pieces
+from specdec_jax.running import Engine, compile_programs, pieces
 from specdec_jax.sampling import Sampling
 
 ROUNDS_PER_LOOK = 4
@@ -103,28 +105,11 @@ class SpeculativeDecoder:
           ValueError: An argument is out of range, or target and draft do not fit.
           FileNotFoundError: There is no such checkpoint.
         """
-        from specdec_jax.checkpoints import load  # brings transformers in
-
         if mesh is not None:
             raise ValueError("mesh is not available yet; leave it None")
         rule = find_rule(rule)
-        [num_draft_tokens] = requests.per_prompt(
-            "num_draft_tokens", num_draft_tokens, 1, least=0, most=1024
-        )
-        if draft_num_layers is not None and draft in (None, "none", "ngram"):
-            raise ValueError(
-                f"draft_num_layers is {draft_num_layers}, but the draft is {draft!r}; "
-                "name a checkpoint as draft, such as the target's own"
-            )
-        loaded = load(target, dtype=dtype)
-
-        def load_draft(name):
-            if name == target and draft_num_layers is None:
-                return loaded
-            return load(name, dtype=dtype, num_layers=draft_num_layers)
-
-        drafter, variables = find_drafter(
-            loaded, draft, num_draft_tokens=num_draft_tokens, load_draft=load_draft
+        loaded, drafter, variables = load_pair(
+            target, draft, num_draft_tokens, dtype, draft_num_layers
         )
         return cls(
             loaded.model,
@@ -209,29 +194,18 @@ class SpeculativeDecoder:
     ) -> Iterator[str]:
         """Decodes one prompt and yields its text in pieces of whole characters.
 
-        The pieces join to the text that `generate` returns. Where the origin of each
-        piece, the result, or several prompts matter, use `plan` and `run`.
-
-        Args:
-          prompt: Text or token ids.
-          max_new_tokens: As in `generate`, like all others.
-          sampling: Settings of the target's policy.
-          draft_sampling: The draft's own policy.
-          seed: As for prompt 0.
-          eos_token_id: Ids that end the text.
-          min_new_tokens: EOS ids are impossible before that many new tokens.
-          stop: Strings that end the text.
-          rounds_per_look: Rounds on the device between two looks; more of them make
-            larger pieces and less waiting for the host. The text stays the same.
+        It takes what `generate` takes, and gives the same text for every
+        `rounds_per_look`: more rounds on the device between two looks of the host make
+        larger pieces. For origins, results or several prompts use `plan` and `run`.
 
         Raises:
           ValueError: Something asked for is impossible. It is raised here, not at the
             first piece.
-          NonFiniteLogitsError: After the last piece, as in `generate`.
+          NonFiniteLogitsError: After the last piece.
         """
-        [one] = [prompt] if isinstance(prompt, str) else [requests.as_token_ids(prompt)]
+        one = prompt if isinstance(prompt, str) else requests.as_token_ids(prompt)
         plan = self.plan(
-            one,
+            [one],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             draft_sampling=draft_sampling,
@@ -257,41 +231,29 @@ class SpeculativeDecoder:
     ) -> Plan:
         """Tokenises and checks requests, for `run` and `compile`; decodes nothing.
 
-        Args:
-          prompts: As in `generate`, like all others.
-          max_new_tokens: Budgets.
-          sampling: Settings of the target's policy.
-          draft_sampling: The draft's own policy.
-          seed: One int, or one a prompt.
-          eos_token_id: Ids that end a text.
-          min_new_tokens: EOS ids are impossible before that many new tokens.
-          stop: Strings that end a text.
-          indices: The prompts' places in a larger data set, which stand for i in
-            "request i"; 0, 1, 2 and so on by default.
+        It takes what `generate` takes. `indices` are the prompts' places in a larger
+        data set, which stand for i in "request i"; by default 0, 1, 2 and so on.
 
         Raises:
           ValueError: Something asked for is impossible.
         """
         given = requests.as_prompts(prompts)
-        size = len(given)
         vocab_size = self.engine.target.vocab_size
-        budgets = requests.per_prompt("max_new_tokens", max_new_tokens, size, 1, 2**30)
+        budgets = requests.per_prompt(
+            "max_new_tokens", max_new_tokens, len(given), 1, 2**30
+        )
         [minimum] = requests.per_prompt("min_new_tokens", min_new_tokens, 1, 0, 2**30)
-        seeds = requests.per_prompt("seed", seed, size, 0, 2**32 - 1)
+        seeds = requests.per_prompt("seed", seed, len(given), 0, 2**32 - 1)
         eos = requests.eos_ids(eos_token_id, self.eos_token_ids, vocab_size)
-        places = list(range(size)) if indices is None else list(indices)
-        one_seed = not isinstance(seed, Sequence) and not hasattr(seed, "__len__")
-        asked = []
-        for place, prompt, budget, own in zip(
-            places, given, budgets, seeds, strict=True
-        ):
-            tokens = self.encode(prompt, budget)
-            text = prompt if isinstance(prompt, str) else decode(self.tokenizer, tokens)
-            fold = place if one_seed else 0
-            asked.append(Request(place, text, tokens, budget, own, fold))
+        places = list(range(len(given)) if indices is None else indices)
+        folds = [0] * len(given) if requests.is_per_prompt(seed) else places
+        tokens = [self.encode(p, n) for p, n in zip(given, budgets, strict=True)]
+        texts = [p if isinstance(p, str) else decode(self.tokenizer, p) for p in given]
+        columns = zip(places, texts, tokens, budgets, seeds, folds, strict=True)
+        asked = [Request(*column) for column in columns]
 
         def rows(settings):
-            return requests.sampling_rows(settings, asked, vocab_size, eos, minimum)
+            return packing.sampling_rows(settings, asked, vocab_size, eos, minimum)
 
         return Plan(
             requests=asked,
@@ -324,15 +286,8 @@ class SpeculativeDecoder:
         Raises:
           ValueError: A size is below 1.
         """
-        if rounds_per_look is None and plan.stop:
-            raise ValueError("stop strings need rounds_per_look, got None")
         if batch_size is None:
             batch_size = max(len(plan.requests), 1)
-        for name, size in (
-            ("batch_size", batch_size),
-            ("rounds_per_look", rounds_per_look or 1),
-        ):
-            requests.per_prompt(name, size, 1, least=1, most=2**30)
         return pieces(
             self.engine, plan, batch_size=batch_size, rounds_per_look=rounds_per_look
         )
@@ -366,17 +321,7 @@ class SpeculativeDecoder:
         Raises:
           ValueError: The checkpoint has no chat template.
         """
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "the checkpoint has no chat template; give plain text, or a "
-                "checkpoint made for chat, such as smollm2-135m"
-            )
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return requests.chat_tokens(messages, self.tokenizer)
 
 
 def _texts(found: Iterator[Piece]) -> Iterator[str]:

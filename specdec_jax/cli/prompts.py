@@ -9,11 +9,13 @@ its number; it keeps its place, so that mending it changes no other line's text.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """One line that can be used."""
 
     line: int
