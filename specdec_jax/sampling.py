@@ -151,8 +151,7 @@ def _warp(
         keep &= filters.top_k(logits, rows.top_k)
     if rows.top_p is not None:
         weight = jnp.where(keep, jnp.exp(scaled), 0)
-        key = jnp.where(keep, logits, -jnp.inf)
-        keep &= filters.top_mass(key, weight, rows.top_p)
+        keep &= filters.top_mass(logits, weight, rows.top_p)
     if rows.min_p is not None:
         keep &= jnp.exp(scaled) >= rows.min_p.astype(logits.dtype)[:, None, None]
     if rows.typical_p is not None:

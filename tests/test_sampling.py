@@ -21,10 +21,10 @@ run = jax.jit(policy)
 
 # Every setting at once, other values in each row, some of them neutral.
 EVERYTHING = dict(
-    temperature=[0.7, 1.0, 1.6, 0.0],
-    top_k=[20, None, 9, 5],
-    top_p=[0.9, 0.8, None, 0.5],
-    min_p=[0.01, 0.05, 0.0, 0.2],
+    temperature=[1.5, 1.0, 1.6, 0.0],
+    top_k=[5, None, 9, 5],
+    top_p=[0.8, 0.8, None, 0.5],
+    min_p=[0.01, 0.15, 0.0, 0.2],
     typical_p=[0.9, None, 0.7, 0.5],
     repetition_penalty=[1.3, 1.0, 0.8, 1.5],
     presence_penalty=[0.0, 0.5, -0.3, 1.0],
@@ -366,9 +366,10 @@ def test_ids_outside_the_vocabulary_are_ignored_in_the_history():
     logits = jnp.zeros((1, 2, 3))
     tokens, drafts = jnp.array([[-1, 7, 0]]), jnp.array([[9]])
     history = History.chain(tokens, jnp.array([3]), drafts)
-    rows = Sampling(repetition_penalty=2.0, no_repeat_ngram_size=1).rows(1, 3)
-    law = run(logits, rows, history)
-    assert law.argmax(-1).tolist() == [[1, 1]]
+    sampling = Sampling(temperature=1.0, frequency_penalty=5, no_repeat_ngram_size=1)
+    law = run(logits, sampling.rows(1, 3, prompt_length=np.zeros(1, int)), history)
+    half = np.log(np.float32(0.5))
+    np.testing.assert_allclose(law[0], [[-np.inf, half, half]] * 2, rtol=1e-6)
 
 
 # --- rows against rows ---------------------------------------------------------------
