@@ -55,7 +55,7 @@ def _config(settings: Settings, tied: bool, context: int | None) -> DecoderConfi
         activation=settings.choice("activation_function", ACTIVATIONS, "gelu_new"),
         gated=False,
         norm="layer",
-        norm_eps=settings.take("layer_norm_epsilon", 1e-5),
+        norm_eps=float(settings.take("layer_norm_epsilon", 1e-5)),
         tied=tied,
         qkv_bias=True,
         out_bias=True,

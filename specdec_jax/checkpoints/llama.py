@@ -72,7 +72,7 @@ def _config(
         mlp_width=settings.need("intermediate_size"),
         max_positions=limit,
         activation=settings.choice("hidden_act", ACTIVATIONS, "silu"),
-        norm_eps=settings.take("rms_norm_eps", 1e-6),
+        norm_eps=float(settings.take("rms_norm_eps", 1e-6)),
         rotary=rope,
         tied=tied,
     )

@@ -106,9 +106,10 @@ def _yarn(
     max_positions: int,
 ) -> tuple[np.ndarray, float]:
     """Blends by dimension between divided and plain frequencies (YaRN, eq. 23)."""
-    factor = given.pop("factor") or max_positions / original
+    factor = float(given.pop("factor") or max_positions / original)
     scale = _yarn_scale(given, factor)
-    fast, slow = given.pop("beta_fast", None) or 32, given.pop("beta_slow", None) or 1
+    fast = float(given.pop("beta_fast", None) or 32)
+    slow = float(given.pop("beta_slow", None) or 1)
     dims = 2 * len(periods)
 
     def pair_of(turns: float) -> float:
@@ -135,8 +136,8 @@ def _yarn_scale(given: dict[str, Any], factor: float) -> float:
     stated = given.pop("attention_factor", None)
     top, bottom = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if stated is not None:
-        return stated
-    return by(top) / by(bottom) if top and bottom else by(1.0)
+        return float(stated)
+    return by(float(top)) / by(float(bottom)) if top and bottom else by(1.0)
 
 
 def _longrope(
@@ -153,4 +154,5 @@ def _longrope(
     if scale is None:
         stretch = math.log(max(factor, 1.0)) / math.log(original)
         scale = math.sqrt(1 + stretch)
-    return 1 / (np.asarray(long if use_long else short, np.float32) * periods), scale
+    factors = np.asarray(long if use_long else short, np.float32)
+    return 1 / (factors * periods), float(scale)
