@@ -178,6 +178,7 @@ class RoundContext(NamedTuple):
     """Slots >= length - 1 are free to write; None in `update`."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens. A frozen dataclass: static, hashable by value, composable.
 
@@ -241,6 +242,7 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """Decides how much of a draft to keep. A frozen dataclass, written for one row.
 

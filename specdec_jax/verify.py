@@ -87,15 +87,15 @@ def verify_round(
     tokens = jnp.concatenate([last, draft.tokens], axis=1)
     judge = {
         width: _judge(width, params, context, sampling, target, drafter, rule, tree)
-        for width in {1, num_nodes + 1}
+        for width in (1, num_nodes + 1)
     }
-    operands = (tokens, draft, noise, cache.rewind(context.length - 1))
+    operands = (tokens, draft, noise)
+    cache = cache.rewind(context.length - 1)
     if num_nodes == 0:
-        judged = judge[1](*operands)
+        judged = judge[1](operands, cache)
     else:
-        judged = jax.lax.cond(
-            draft.num_valid.max() > 0, judge[num_nodes + 1], judge[1], *operands
-        )
+        width = jnp.where(draft.num_valid.max() > 0, num_nodes + 1, 1)
+        judged = _run_one(judge, width, operands, cache)
     output, log_probs, looked_up, verdict, cache = judged
     if draft.parents is not None:
         cache = cache.commit(context.length, verdict.path[:, :depth])
@@ -202,6 +202,30 @@ def _clip(draft: Draft, max_draft: Int[Array, " B"]) -> Draft:
     return draft._replace(num_valid=jnp.minimum(draft.num_valid, allowed))
 
 
+def _run_one(branches, chosen, operands, cache):
+    """Runs the branch named `chosen`: a switch that updates the cache in place.
+
+    XLA copies what a conditional's branches write to, the whole cache in each round;
+    it does not copy what loops carry. So each branch is a loop of one pass or none.
+    """
+    shapes = jax.eval_shape(branches[1], operands, cache)
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:-1])
+
+    for name, branch in branches.items():
+
+        def body(carry, branch=branch):
+            _, _, cache = carry
+            *results, cache = branch(operands, cache)
+            return jnp.ones((), bool), tuple(results), cache
+
+        def wanted(carry, name=name):
+            return ~carry[0] & (chosen == name)
+
+        start = (jnp.zeros((), bool), results, cache)
+        _, results, cache = jax.lax.while_loop(wanted, body, start)
+    return *results, cache
+
+
 def _judge(width, params, context, sampling, target, drafter, rule, tree):
     """Returns the function that verifies the block's first `width` tokens.
 
@@ -219,7 +243,8 @@ def _judge(width, params, context, sampling, target, drafter, rule, tree):
             constant_values=fill,
         )
 
-    def judge(tokens, draft, noise, cache):
+    def judge(operands, cache):
+        tokens, draft, noise = operands
         output, cache = target.apply(
             params.target,
             tokens[:, :width],

@@ -93,17 +93,14 @@ def mix(one, other, weight):
 
 
 def next_logits(model, variables, contexts):
-    """Returns float64 numpy logits [C, V] after each context (a list of tuples)."""
-    result = [None] * len(contexts)
-    for size in sorted({len(c) for c in contexts}):
-        chosen = [i for i, c in enumerate(contexts) if len(c) == size]
-        tokens = jnp.asarray([contexts[i] for i in chosen], jnp.int32)
-        cache = model.init_cache(len(chosen), size)
-        output, _ = model.apply(variables, tokens, cache)
-        rows = np.asarray(output.logits[:, -1], np.float64)
-        for i, row in zip(chosen, rows, strict=True):
-            result[i] = row
-    return np.stack(result)
+    """Returns float64 logits [C, V] after each context, worked out in numpy."""
+    logits = np.asarray(variables["params"]["table"], np.float64)
+    rows = []
+    for context in contexts:
+        tokens, positions = np.array(context), np.arange(len(context))
+        marks = (tokens + 1) * (3 * positions + 2) + tokens**2
+        rows.append(logits[tokens[-1], marks.sum() % CODES])
+    return np.stack(rows)
 
 
 def softmax(logits):
