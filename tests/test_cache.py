@@ -33,7 +33,8 @@ def test_it_is_a_cache_to_the_loop():
 
 def test_each_row_is_written_at_its_own_length():
     buffer = _numbered().keys[0]
-    chunk = -jnp.ones((3, 2, 4, 3)) * jnp.arange(1.0, 4.0)[None, None, None]
+    ramp = jnp.arange(1, 4, dtype=jnp.float32)
+    chunk = jnp.broadcast_to(-ramp[None, None, None], (3, 2, 4, 3))
     expected = np.array(buffer)
     for row, start in enumerate(START.tolist()):
         expected[row, :, :, start : start + 3] = chunk[row]

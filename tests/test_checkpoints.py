@@ -369,6 +369,13 @@ def test_settings_that_are_not_understood_are_refused(changes, message, tiny):
         load(tiny)
 
 
+def test_a_window_left_unsaid_is_not_a_window_of_null(tiny):
+    edit(tiny, model_type="mistral")
+    assert load(tiny).model.config.windows == (4096, 4096)
+    edit(tiny, sliding_window=None)
+    assert load(tiny).model.config.windows == (None, None)
+
+
 def test_window_lists_that_contradict_are_refused(zoo, tmp_path):
     folder = Path(shutil.copytree(zoo("qwen2_window")[0], tmp_path / "qwen"))
     edit(folder, use_sliding_window=False)

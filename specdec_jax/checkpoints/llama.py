@@ -92,7 +92,9 @@ def _llama(settings: Settings, tied: bool, context: int | None) -> DecoderConfig
 
 
 def _mistral(settings: Settings, tied: bool, context: int | None) -> DecoderConfig:
-    window, layers = settings.take("sliding_window"), settings.need("num_hidden_layers")
+    # Null means no window; its class has a default for a config that says nothing.
+    window = settings.nullable("sliding_window", 4096)
+    layers = settings.need("num_hidden_layers")
     return _config(settings, tied, context, windows=(window,) * layers)
 
 
@@ -121,7 +123,7 @@ def _qwen_windows(settings: Settings) -> tuple[int | None, ...]:
 
     Newer configs also list the kind of each layer; the list then decides.
     """
-    size = settings.take("sliding_window")
+    size = settings.nullable("sliding_window", 4096)
     size = size if settings.take("use_sliding_window", False) else None
     first = settings.take("max_window_layers", 28)
     layers = settings.need("num_hidden_layers")

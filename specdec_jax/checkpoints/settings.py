@@ -11,18 +11,19 @@ from typing import Any
 
 HARMLESS = frozenset(
     """
-    _attn_implementation _name_or_path architectures attention_dropout
-    attn_pdrop auto_map bos_token_id chunk_size_feed_forward classifier_dropout
-    diversity_penalty do_sample dtype embd_pdrop encoder_no_repeat_ngram_size
-    eos_token_id finetuning_task gradient_checkpointing hidden_dropout id2label
-    initializer_range is_decoder is_llama_config label2id length_penalty
+    _attn_implementation _commit_hash _name_or_path _num_labels architectures
+    attention_dropout attn_pdrop auto_map bos_token_id chunk_size_feed_forward
+    classifier_dropout diversity_penalty do_sample dtype embd_pdrop
+    encoder_no_repeat_ngram_size eos_token_id finetuning_task
+    gradient_checkpointing hidden_dropout id2label initializer_range is_decoder
+    is_llama_config keys_to_ignore_at_inference label2id length_penalty
     max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states
-    output_past pad_token_id predict_special_tokens prefix pretraining_tp
-    problem_type repetition_penalty resid_pdrop return_dict sep_token_id
-    task_specific_params temperature tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p
-    unk_token_id use_cache
+    num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_past pad_token_id predict_special_tokens prefix
+    pretraining_tp problem_type repetition_penalty resid_pdrop return_dict
+    sep_token_id task_specific_params temperature tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version
+    typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()
 )
 """Settings that change nothing the network computes at inference, in any family."""
@@ -42,6 +43,11 @@ class Settings:
         self._taken.add(key)
         value = self._config.get(key)
         return default if value is None else value
+
+    def nullable(self, key: str, absent: Any) -> Any:
+        """Returns the value of `key`, None included, or `absent` where it is absent."""
+        self._taken.add(key)
+        return self._config.get(key, absent)
 
     def need(self, key: str) -> Any:
         """Returns the value of `key`.

@@ -70,8 +70,8 @@ class Decoder(nn.Module):
       ...     head_dim=4, mlp_width=16, max_positions=64)
       >>> model, tokens = Decoder(config), jnp.zeros((1, 3), jnp.int32)
       >>> cache = model.init_cache(1, 16)
-      >>> variables = model.init(jax.random.key(0), tokens, cache)
-      >>> output, cache = model.apply(variables, tokens, cache)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens, cache)
+      >>> output, cache = jax.jit(model.apply)(variables, tokens, cache)
       >>> output.logits.shape, cache.length.tolist()
       ((1, 3, 11), [3])
     """
