@@ -208,7 +208,7 @@ def generate(
     params: Params,
     key: Key[Array, "..."],
     prompts: Int[Array, "B S"],
-    prompt_length: Int[Array, " B"],
+    prompt_length: Int[Array, "..."],
     *,
     target: LanguageModel,
     drafter: Drafter,

@@ -97,7 +97,7 @@ def init(
     params: Params,
     key: Key[Array, "..."],
     prompts: Int[Array, "B S"],
-    prompt_length: Int[Array, " B"],
+    prompt_length: Int[Array, "..."],
     *,
     target: LanguageModel,
     drafter: Drafter,
@@ -115,7 +115,7 @@ def init(
       params: Variables of target and drafter.
       key: One typed key (request i uses `fold_in(key, i)`) or one a row. Not consumed.
       prompts: Right-padded token ids.
-      prompt_length: Tokens of each prompt, at least 1.
+      prompt_length: [B], tokens of each prompt, at least 1.
       target: The model whose law the output has.
       drafter: Where proposals come from.
       max_new_tokens: Budget, at least 1; one for all or one a row.
@@ -148,11 +148,11 @@ def init(
     eos = jnp.broadcast_to(
         eos.reshape((1, -1)) if eos.ndim < 2 else eos, (batch_size, eos.shape[-1])
     )
-    prompt_length = prompt_length.astype(jnp.int32)
+    prompt_length = jnp.array(prompt_length, jnp.int32)
 
     def rows(settings):
         if isinstance(settings, SamplingRows):
-            return settings
+            return jax.tree.map(jnp.copy, settings)
         return settings.rows(
             batch_size,
             target.vocab_size,
@@ -164,30 +164,28 @@ def init(
     cache = target.init_cache(batch_size, capacity)
     if inputs is not None:
         cache = target.apply(params.target, inputs, cache, method="encode")
-    slots = ((0, 0), (0, capacity - width))
-    zeros = jnp.zeros((batch_size,), jnp.int32)
-    blank = jnp.zeros((batch_size, capacity), jnp.float32)
+
+    def zeros(*shape, dtype=jnp.int32):
+        return jnp.zeros((batch_size, *shape), dtype)
+
+    # No two leaves share a buffer, with each other or with the caller: states are
+    # donated.
     return DecodeState(
-        tokens=jnp.pad(prompts.astype(jnp.int32), slots),
+        tokens=zeros(capacity).at[:, :width].set(prompts.astype(jnp.int32)),
         length=prompt_length,
-        prompt_length=prompt_length + zeros,
+        prompt_length=jnp.copy(prompt_length),
         limit=prompt_length + jnp.asarray(max_new_tokens, jnp.int32),
         eos_token_ids=eos,
-        finish=zeros,
-        key=rng.request_keys(key, batch_size),
+        finish=zeros(),
+        key=jnp.copy(rng.request_keys(key, batch_size)),
         sampling=rows(sampling or Sampling()),
         draft_sampling=None if draft_sampling is None else rows(draft_sampling),
         cache=cache,
         drafter_state=drafter.init(params, batch_size, capacity, inputs),
-        log_probs=blank,
-        policy_log_probs=jnp.zeros_like(blank),
-        origin=jnp.zeros((batch_size, capacity), jnp.int8),
-        counts=Counts(
-            zeros,
-            jnp.zeros_like(zeros),
-            jnp.zeros_like(zeros),
-            jnp.zeros((batch_size, drafter.depth + 1), jnp.int32),
-        ),
+        log_probs=zeros(capacity, dtype=jnp.float32),
+        policy_log_probs=zeros(capacity, dtype=jnp.float32),
+        origin=zeros(capacity, dtype=jnp.int8),
+        counts=Counts(zeros(), zeros(), zeros(), zeros(drafter.depth + 1)),
     )
 
 

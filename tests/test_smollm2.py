@@ -150,3 +150,76 @@ def test_chat_has_no_second_start_token(tokenizer, prompt):
     assert (prompt == start).sum() == len(CHAT) + 1
     assert (prompt == end).sum() == len(CHAT)
     assert prompt[0] == start != prompt[1]
+
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Repeat this sentence twice: The cat sat on the mat.",
+    "Write a Python function that adds two numbers.",
+    "List three colours.",
+    "Why is the sky blue? Answer in one short sentence.",
+]
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def chats(tokenizer):
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in QUESTIONS
+    ]
+
+
+@pytest.fixture(scope="module")
+def greedy(torch_model, chats):
+    """transformers' plain greedy answers."""
+    import torch
+
+    answers = []
+    for chat in chats:
+        with torch.no_grad():
+            out = torch_model.generate(
+                torch.tensor([chat]),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=2,
+            )
+        answers.append(out[0, len(chat) :].tolist())
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["none", "ngram", "six layers"])
+def test_greedy_answers_are_those_of_transformers(
+    kind, num_draft_tokens, loaded, chats, greedy
+):
+    from specdec_jax import ModelDrafter, NgramDrafter, Params, SpeculativeDecoder
+    from specdec_jax.audit import explain_difference
+    from specdec_jax.checkpoints import load
+
+    draft_params, drafter = None, None
+    if kind == "none" and num_draft_tokens > 1:
+        pytest.skip("plain decoding has no draft length")
+    if kind == "ngram":
+        drafter = NgramDrafter(num_draft_tokens)
+    if kind == "six layers":
+        cut = load("smollm2-135m", num_layers=6)
+        drafter, draft_params = ModelDrafter(cut.model, num_draft_tokens), cut.params
+    decoder = SpeculativeDecoder(
+        loaded.model,
+        Params(loaded.params, draft_params),
+        loaded.tokenizer,
+        drafter,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    results = decoder.generate(chats, max_new_tokens=NEW_TOKENS)
+    for chat, result, answer in zip(chats, results, greedy, strict=True):
+        found = explain_difference(
+            loaded.model, loaded.params, chat, result.token_ids, answer
+        )
+        assert found is None or found.near_tie, (found, result.text)

@@ -2,7 +2,8 @@
 
 Leviathan et al. and Chen et al.: accept drafted token x with probability
 min(1, p(x) / q(x)); at the first rejection emit a token of the law proportional to
-max(0, p - q); if nothing was rejected emit one from p. Accepted mass min(p, q) plus rejected mass max(0, p - q) is p, whatever q is.
+max(0, p - q); if nothing was rejected emit one from p. Accepted mass min(p, q) plus
+rejected mass max(0, p - q) is p, whatever q is.
 
 Greedy decoding is the same rule on one-hot rows, and so is a deterministic draft: with
 q one-hot at x the test is `u < p(x)` and the residual is p without x.
