@@ -5,7 +5,7 @@ slots as its bucket, and the rows that fill the batch up are finished before the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jaxtyping import Int, UInt32
 
 from specdec_jax import decode
 from specdec_jax.sampling import Sampling, SamplingRows
+from specdec_jax.sampling.settings import per_row
 
 _EOS_COLUMNS = 4
 """EOS ids are padded to a multiple of this, so that their number decides no program."""
@@ -63,7 +64,7 @@ class Plan(NamedTuple):
 def pack(plan: Plan, first: int, last: int) -> Batch:
     """Packs requests `first` to `last - 1` of a plan into one padded batch."""
     requests = plan.requests[first:last]
-    size = 1 << (len(requests) - 1).bit_length()
+    size = _power_of_two(len(requests))
     filling = size - len(requests)
     longest = max(len(r.token_ids) + r.max_new_tokens for r in requests)
     tokens = np.zeros((size, decode.bucket(longest)), np.int32)
@@ -99,7 +100,8 @@ def eos_rows(eos: Sequence[int], size: int) -> Int[np.ndarray, "B E"]:
       [[2, 7, -1, -1]]
     """
     columns = -(-max(len(eos), 1) // _EOS_COLUMNS) * _EOS_COLUMNS
-    return np.array([[*eos, *[-1] * (columns - len(eos))]] * size, np.int32)
+    row = np.array([*eos, *[-1] * (columns - len(eos))], np.int32)
+    return np.tile(row, (size, 1))
 
 
 def sampling_rows(
@@ -109,13 +111,30 @@ def sampling_rows(
     eos: Sequence[int],
     min_new_tokens: int,
 ) -> SamplingRows:
-    """Returns the settings of all requests as host arrays, one row each."""
-    length = np.array([len(r.token_ids) for r in requests], np.int32)
-    rows = sampling.rows(
-        len(requests),
+    """Returns the settings of all requests as host arrays.
+
+    There is a row for each request, and more up to a power of two: JAX compiles the
+    making of an array anew for each shape.
+    """
+    if not requests:
+        return SamplingRows()
+    filling = _power_of_two(len(requests)) - len(requests)
+    values = {
+        one.name: list(per_row(one.name, getattr(sampling, one.name), len(requests)))
+        for one in fields(Sampling)
+    }
+    filled = Sampling(**{k: v + v[:1] * filling for k, v in values.items()})
+    length = [len(r.token_ids) for r in requests]
+    length = np.array(length + length[:1] * filling, np.int32)
+    rows = filled.rows(
+        len(length),
         vocab_size,
         prompt_length=length,
-        eos_token_ids=eos_rows(eos, len(requests)),
+        eos_token_ids=eos_rows(eos, len(length)),
         min_length=length + np.int32(min_new_tokens),
     )
     return jax.device_get(rows)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

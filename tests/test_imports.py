@@ -12,10 +12,7 @@ ROOT = Path(specdec_jax.__file__).parent
 BELOW = {
     "base": set(),
     "rng": {"base"},
-    "filters": set(),
-    "penalties": {"filters"},
-    "settings": set(),
-    "sampling": {"base", "filters", "penalties", "settings"},
+    "sampling": {"base"},
     "cache": {"base"},
     "acceptance": {"base", "rng", "sampling", "cache"},
     "state": {"base", "rng", "sampling", "cache"},

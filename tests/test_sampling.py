@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import filters
+from specdec_jax.sampling import filters
 from specdec_jax.sampling import History, Sampling, SamplingRows, is_greedy, policy
 
 VOCAB, BATCH, DEPTH = 40, 4, 4
