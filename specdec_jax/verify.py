@@ -278,7 +278,8 @@ def _judge(width, params, context, sampling, target, drafter, rule, tree):
 
 def _look_up(logits, log_probs, slots, tokens):
     """Returns raw and policy log-probability of each token, and if they can be used."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if logits.dtype != jnp.float64:  # strict promotion knows no bfloat16 to float32
+        logits = logits.astype(jnp.float32)
     norm = jax.nn.logsumexp(logits, axis=-1)
     finite = jnp.isfinite(norm) & ~jnp.isnan(logits).any(axis=-1)
     norm = jnp.take_along_axis(norm, slots, axis=1)
