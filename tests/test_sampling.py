@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.sampling import filters
-from specdec_jax.sampling import History, Sampling, SamplingRows, is_greedy, policy
+from specdec_jax.sampling import (
+    History,
+    Sampling,
+    SamplingRows,
+    filters,
+    is_greedy,
+    policy,
+)
 
 VOCAB, BATCH, DEPTH = 40, 4, 4
 EOS = np.tile(np.array([[3, 17, -1]], np.int32), (BATCH, 1))

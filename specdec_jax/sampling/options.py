@@ -11,7 +11,6 @@ from jaxtyping import Array
 from specdec_jax.sampling import settings
 from specdec_jax.sampling.law import SamplingRows
 
-
 PerRow = Any
 """One value for all rows, or a sequence or array with one value a row.
 
