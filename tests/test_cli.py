@@ -112,14 +112,14 @@ def test_every_flag_reaches_its_use(run, folder):
     assert cut["token_ids"] == base["token_ids"]
     assert config["draft"] == folder and config["draft_num_layers"] == 1
     assert len(cut["acceptance_histogram"]) == 3
-    plain, _ = ask("--draft", "none")
-    assert plain["token_ids"] == base["token_ids"]
-    assert plain["acceptance_histogram"] == [9]
     stopped, _ = ask("--stop", base["text"][2:4])
     assert stopped["finish_reason"] == "stop"
     assert stopped["text"] == base["text"][: base["text"].index(base["text"][2:4])]
-    half, config = ask("--dtype", "bfloat16", "--max-new-tokens", "3")
-    assert half["num_tokens"] == 3 and config["dtype"] == "bfloat16"
+    plain, config = ask(
+        "--draft", "none", "--dtype", "bfloat16", "--max-new-tokens", "3"
+    )
+    assert config["dtype"] == "bfloat16"
+    assert plain["num_tokens"] == 3 and plain["acceptance_histogram"] == [3]
 
 
 def test_every_sampling_flag_changes_the_text(run):
@@ -171,6 +171,7 @@ LINES = [
     '{"prompt": [5, 6, 7], "max_new_tokens": 2, "id": "mine"}',
     '{"messages": [{"role": "user", "content": "hi"}]}',
     '{"text": "no prompt"}',
+    '"just text"',
     json.dumps({"prompt": "xyz " * 400}),
 ]
 
@@ -178,19 +179,20 @@ LINES = [
 def test_a_prompt_file_gives_lines_and_names_what_it_cannot_use(run, tmp_path):
     path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     path.write_text("\n".join(LINES))
-    code, out, err = run("--prompts", str(path), "--batch-size", "2")
+    options = ("--prompts", str(path), "--batch-size", "2", "--temperature", "0.8")
+    code, out, err = run(*options)
     assert code == 2 and "Traceback" not in err
     assert "line 3: no JSON" in err
     assert 'line 6: "prompt" must be' in err
-    assert re.search(r"line 7: a prompt of \d+ tokens .* model has 512", err)
-    assert "3 of 6 prompts could not be used" in err
+    assert re.search(r"line 8: a prompt of \d+ tokens .* model has 512", err)
+    assert "3 of 7 prompts could not be used" in err
     results = [json.loads(line) for line in out.splitlines()]
-    assert sorted(result["index"] for result in results) == [0, 2, 3]
+    assert sorted(result["index"] for result in results) == [0, 2, 3, 5]
     by_index = {result["index"]: result for result in results}
     assert by_index[0]["prompt"] == "the cat"
     assert by_index[2]["num_tokens"] == 2
 
-    code, document, _ = run("--prompts", str(path), "--output", str(output), "--json")
+    code, document, _ = run(*options, "--output", str(output), "--json")
     assert code == 2
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert sorted(written, key=lambda r: r["index"]) == json.loads(document)["requests"]
@@ -199,10 +201,9 @@ def test_a_prompt_file_gives_lines_and_names_what_it_cannot_use(run, tmp_path):
     }
 
 
-def test_what_was_done_before_bad_numbers_is_written(run, tmp_path, capsys):
+def test_what_was_done_before_bad_numbers_is_written(run, tmp_path):
     broken = save_checkpoint(tmp_path / "broken", nan=True)
-    code = main(["generate", "the cat", "--target", broken, "--json"])
-    out, err = capsys.readouterr()
+    code, out, err = run("the cat", "--target", broken, "--json")
     assert code == 2 and "not finite for prompt 0 at position" in err
     [request] = json.loads(out)["requests"]
     assert request["finish_reason"] == "error" and request["token_ids"] == []

@@ -435,7 +435,7 @@ def test_twenty_lengths_and_settings_compile_once_a_bucket(compiled):
         decoder.generate(
             [[9] * length] * (3 + i % 2),
             max_new_tokens=[3 + i] * (3 + i % 2),
-            sampling=Sampling(temperature=0.5 + i / 40, top_p=0.9 - i / 100),
+            sampling=Sampling(temperature=0.5 + i / 40, min_p=0.1 + i / 100),
             seed=i,
             eos_token_id=tuple(range(40, 40 + i % 4)),
         )
