@@ -174,7 +174,7 @@ class RoundContext(NamedTuple):
     sampling: PyTree
     """The draft's own policy settings, a `sampling.SamplingRows`."""
     noise: Noise
-    target_cache: Cache | None
+    target_cache: Any
     """Slots >= length - 1 are free to write; None in `update`."""
 
 
@@ -225,7 +225,7 @@ class Drafter(Protocol):
 
     def draft(
         self, state: PyTree, context: RoundContext
-    ) -> tuple[Draft, PyTree, Cache | None]:
+    ) -> tuple[Draft, PyTree, Cache]:
         """Proposes; hands back the target cache, whose free slots it may write."""
         ...
 

@@ -163,7 +163,8 @@ def init(
 
     cache = target.init_cache(batch_size, capacity)
     if inputs is not None:
-        cache = target.apply(params.target, inputs, cache, method="encode")
+        encoder: Any = target
+        cache = encoder.apply(params.target, inputs, cache, method="encode")
 
     def zeros(*shape, dtype=jnp.int32):
         return jnp.zeros((batch_size, *shape), dtype)

@@ -96,7 +96,7 @@ def verify_round(
     else:
         width = jnp.where(draft.num_valid.max() > 0, num_nodes + 1, 1)
         judged = _run_one(judge, width, operands, cache)
-    output, log_probs, looked_up, verdict, cache = judged
+    output, log_probs, emitted, verdict, cache = judged
     if draft.parents is not None:
         cache = cache.commit(context.length, verdict.path[:, :depth])
     cache = cache.rewind(context.length + verdict.num_accepted)
@@ -108,8 +108,17 @@ def verify_round(
         output,
         verdict,
     )
-    emitted = _emitted(draft.tokens, verdict, depth)
-    return Round(emitted, log_probs, *looked_up, draft, verdict, drafter_state, cache)
+    return Round(
+        tokens=emitted.tokens,
+        log_probs=log_probs,
+        model_log_probs=emitted.model_log_probs,
+        policy_log_probs=emitted.policy_log_probs,
+        finite=emitted.finite,
+        draft=draft,
+        verdict=verdict,
+        drafter_state=drafter_state,
+        cache=cache,
+    )
 
 
 class _Tree(NamedTuple):
@@ -262,8 +271,12 @@ def _judge(width, params, context, sampling, target, drafter, rule, tree):
         # Block slot behind each emitted token: the last token, then the path.
         slots = jnp.pad(verdict.path[:, :depth] + 1, ((0, 0), (1, 0)))
         slots = jnp.minimum(slots, width - 1)
-        emitted = _emitted(draft.tokens, verdict, depth)
-        looked_up = _look_up(output.logits, log_probs, slots, emitted)
+        emitted = _Emitted.of(
+            _emitted_tokens(draft.tokens, verdict, depth),
+            slots,
+            output.logits,
+            log_probs,
+        )
         if draft.parents is not None:
             log_probs = jnp.take_along_axis(log_probs, slots[..., None], axis=1)
         else:
@@ -271,26 +284,38 @@ def _judge(width, params, context, sampling, target, drafter, rule, tree):
         output = output._replace(
             logits=widen(output.logits), hidden=tuple(map(widen, output.hidden))
         )
-        return output, log_probs, looked_up, verdict, cache
+        return output, log_probs, emitted, verdict, cache
 
     return judge
 
 
-def _look_up(logits, log_probs, slots, tokens):
-    """Returns raw and policy log-probability of each token, and if they can be used."""
-    if logits.dtype != jnp.float64:  # strict promotion knows no bfloat16 to float32
-        logits = logits.astype(jnp.float32)
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    finite = jnp.isfinite(norm) & ~jnp.isnan(logits).any(axis=-1)
-    norm = jnp.take_along_axis(norm, slots, axis=1)
-    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    model_log_probs = (logits[rows, slots, tokens] - norm).astype(jnp.float32)
-    policy_log_probs = log_probs[rows, slots, tokens].astype(jnp.float32)
-    finite = jnp.take_along_axis(finite, slots, axis=1)
-    return model_log_probs, policy_log_probs, finite
+class _Emitted(NamedTuple):
+    """The tokens a row may emit, with what `Round` says of each."""
+
+    tokens: Int[Array, "B E"]
+    model_log_probs: Float[Array, "B E"]
+    policy_log_probs: Float[Array, "B E"]
+    finite: Bool[Array, "B E"]
+
+    @classmethod
+    def of(cls, tokens, slots, logits, log_probs) -> "_Emitted":
+        """Looks up each token in the row of the block slot behind it."""
+        if logits.dtype != jnp.float64:  # strict promotion knows no bfloat16 to float32
+            logits = logits.astype(jnp.float32)
+        # Not finite if any logit is NaN or +inf, or all are -inf.
+        norm = jax.nn.logsumexp(logits, axis=-1)
+        norm = jnp.take_along_axis(norm, slots, axis=1)
+        rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+        model_log_probs = logits[rows, slots, tokens] - norm
+        return cls(
+            tokens=tokens,
+            model_log_probs=model_log_probs.astype(jnp.float32),
+            policy_log_probs=log_probs[rows, slots, tokens].astype(jnp.float32),
+            finite=jnp.isfinite(norm),
+        )
 
 
-def _emitted(drafted, verdict, depth):
+def _emitted_tokens(drafted, verdict, depth):
     """Returns the accepted tokens and the next one, [B, depth + 1]."""
     path = verdict.path[:, :depth]
     accepted = jnp.take_along_axis(drafted, path, axis=1)
