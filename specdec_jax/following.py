@@ -4,7 +4,7 @@ The host looks at a batch now and then. A request whose text a stop string compl
 has run on to the next look; what it emitted since then is not part of its result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from specdec_jax.packing import Request
 from specdec_jax.results import (
     FINISH_REASONS,
     ORIGINS,
+    NonFiniteLogitsError,
     Result,
     acceptance_histogram,
 )
@@ -52,6 +53,28 @@ class Look(NamedTuple):
     """Tokens drafted in each round since the last look."""
     emitted: Int[Array, "B R"]
     """Tokens emitted in each round since the last look."""
+
+
+def collect(pieces: Iterable[Piece]) -> list[Result]:
+    """Returns the results of all requests in order.
+
+    Raises:
+      NonFiniteLogitsError: After everything was decoded, if a request met bad logits.
+    """
+    results = [piece.result for piece in pieces if piece.result is not None]
+    results.sort(key=lambda result: result.index)
+    if any(result.finish_reason == "error" for result in results):
+        raise NonFiniteLogitsError(results)
+    return results
+
+
+def texts(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Yields the text of pieces of one request, then raises as `collect` does."""
+    for piece in pieces:
+        if piece.text:
+            yield piece.text
+        if piece.result is not None:
+            collect([piece])
 
 
 class Row:

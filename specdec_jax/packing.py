@@ -4,7 +4,7 @@ Shapes depend on buckets alone: a batch has a power of two of rows, a prompt as 
 slots as its bucket, and the rows that fill the batch up are finished before they start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -13,8 +13,15 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from specdec_jax import decode
-from specdec_jax.sampling import Sampling, SamplingRows
-from specdec_jax.sampling.settings import per_row
+from specdec_jax.detokenize import decode as decode_text
+from specdec_jax.requests import (
+    Prompt,
+    eos_ids,
+    is_per_prompt,
+    per_prompt,
+    stop_strings,
+)
+from specdec_jax.sampling import Sampling, SamplingRows, settings
 
 _EOS_COLUMNS = 4
 """EOS ids are padded to a multiple of this, so that their number decides no program."""
@@ -59,6 +66,67 @@ class Plan(NamedTuple):
     stop: tuple[str, ...]
     sampling: SamplingRows
     draft_sampling: SamplingRows | None
+
+
+def make_plan(
+    prompts: list[Prompt],
+    *,
+    encode: Callable[[Prompt, int], list[int]],
+    tokenizer: Any,
+    vocab_size: int,
+    default_eos: Sequence[int],
+    max_new_tokens: Any,
+    sampling: Sampling,
+    draft_sampling: Sampling | None,
+    seed: Any,
+    eos_token_id: Any,
+    min_new_tokens: int,
+    stop: Any,
+    indices: Sequence[int] | None,
+) -> Plan:
+    """Checks what `SpeculativeDecoder.plan` was asked for; see there.
+
+    Args:
+      prompts: Texts and token ids.
+      encode: Turns a prompt with its budget into tokens, or refuses it.
+      tokenizer: For the text of prompts that are ids, and for stop strings.
+      vocab_size: V of the target.
+      default_eos: The checkpoint's EOS ids.
+      max_new_tokens: As the user gave it, like all that follow.
+      sampling: Settings of the target's policy.
+      draft_sampling: Settings of the draft's policy, or None.
+      seed: One for all prompts or one a prompt.
+      eos_token_id: None, an id or several.
+      min_new_tokens: One for all prompts.
+      stop: A string or several.
+      indices: Places of the prompts, or None.
+
+    Raises:
+      ValueError: Something asked for is impossible.
+    """
+    size = len(prompts)
+    budgets = per_prompt("max_new_tokens", max_new_tokens, size, 1, 2**30)
+    [minimum] = per_prompt("min_new_tokens", min_new_tokens, 1, 0, 2**30)
+    seeds = per_prompt("seed", seed, size, 0, 2**32 - 1)
+    places = list(range(size) if indices is None else indices)
+    folds = [0] * size if is_per_prompt(seed) else places
+    eos = eos_ids(eos_token_id, default_eos, vocab_size)
+    strings = stop_strings(stop, tokenizer)
+    tokens = [encode(p, budget) for p, budget in zip(prompts, budgets, strict=True)]
+    texts = [p if isinstance(p, str) else decode_text(tokenizer, p) for p in prompts]
+    columns = zip(places, texts, tokens, budgets, seeds, folds, strict=True)
+    requests = [Request(*column) for column in columns]
+
+    def rows(asked: Sampling) -> SamplingRows:
+        return sampling_rows(asked, requests, vocab_size, eos, minimum)
+
+    return Plan(
+        requests=requests,
+        eos_token_ids=eos,
+        stop=strings,
+        sampling=rows(sampling),
+        draft_sampling=None if draft_sampling is None else rows(draft_sampling),
+    )
 
 
 def pack(plan: Plan, first: int, last: int) -> Batch:
@@ -120,12 +188,14 @@ def sampling_rows(
         return SamplingRows()
     filling = _power_of_two(len(requests)) - len(requests)
     values = {
-        one.name: list(per_row(one.name, getattr(sampling, one.name), len(requests)))
+        one.name: list(
+            settings.per_row(one.name, getattr(sampling, one.name), len(requests))
+        )
         for one in fields(Sampling)
     }
     filled = Sampling(**{k: v + v[:1] * filling for k, v in values.items()})
-    length = [len(r.token_ids) for r in requests]
-    length = np.array(length + length[:1] * filling, np.int32)
+    lengths = [len(r.token_ids) for r in requests]
+    length = np.array(lengths + lengths[:1] * filling, np.int32)
     rows = filled.rows(
         len(length),
         vocab_size,

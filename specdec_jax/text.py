@@ -13,13 +13,12 @@ from typing import Any
 
 from specdec_jax import packing, requests
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
-from specdec_jax.detokenize import decode
 from specdec_jax.drafters import NoDrafter
-from specdec_jax.following import Piece
-from specdec_jax.packing import Plan, Request
+from specdec_jax.following import Piece, collect, texts
+from specdec_jax.packing import Plan
 from specdec_jax.pairing import find_rule, load_pair
 from specdec_jax.requests import Prompt
-from specdec_jax.results import NonFiniteLogitsError, Result
+from specdec_jax.results import Result
 from specdec_jax.running import Engine, compile_programs, pieces
 from specdec_jax.sampling import Sampling
 
@@ -171,13 +170,7 @@ class SpeculativeDecoder:
             stop=stop,
         )
         found = self.run(plan, rounds_per_look=ROUNDS_PER_LOOK if plan.stop else None)
-        results = sorted(
-            (piece.result for piece in found if piece.result is not None),
-            key=lambda result: result.index,
-        )
-        if any(result.finish_reason == "error" for result in results):
-            raise NonFiniteLogitsError(results)
-        return results
+        return collect(found)
 
     def stream(
         self,
@@ -214,7 +207,7 @@ class SpeculativeDecoder:
             min_new_tokens=min_new_tokens,
             stop=stop,
         )
-        return _texts(self.run(plan, rounds_per_look=rounds_per_look))
+        return texts(self.run(plan, rounds_per_look=rounds_per_look))
 
     def plan(
         self,
@@ -237,30 +230,20 @@ class SpeculativeDecoder:
         Raises:
           ValueError: Something asked for is impossible.
         """
-        given = requests.as_prompts(prompts)
-        vocab_size = self.engine.target.vocab_size
-        budgets = requests.per_prompt(
-            "max_new_tokens", max_new_tokens, len(given), 1, 2**30
-        )
-        [minimum] = requests.per_prompt("min_new_tokens", min_new_tokens, 1, 0, 2**30)
-        seeds = requests.per_prompt("seed", seed, len(given), 0, 2**32 - 1)
-        eos = requests.eos_ids(eos_token_id, self.eos_token_ids, vocab_size)
-        places = list(range(len(given)) if indices is None else indices)
-        folds = [0] * len(given) if requests.is_per_prompt(seed) else places
-        tokens = [self.encode(p, n) for p, n in zip(given, budgets, strict=True)]
-        texts = [p if isinstance(p, str) else decode(self.tokenizer, p) for p in given]
-        columns = zip(places, texts, tokens, budgets, seeds, folds, strict=True)
-        asked = [Request(*column) for column in columns]
-
-        def rows(settings):
-            return packing.sampling_rows(settings, asked, vocab_size, eos, minimum)
-
-        return Plan(
-            requests=asked,
-            eos_token_ids=eos,
-            stop=requests.stop_strings(stop, self.tokenizer),
-            sampling=rows(sampling),
-            draft_sampling=None if draft_sampling is None else rows(draft_sampling),
+        return packing.make_plan(
+            requests.as_prompts(prompts),
+            encode=self.encode,
+            tokenizer=self.tokenizer,
+            vocab_size=self.engine.target.vocab_size,
+            default_eos=self.eos_token_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            min_new_tokens=min_new_tokens,
+            stop=stop,
+            indices=indices,
         )
 
     def run(
@@ -322,12 +305,3 @@ class SpeculativeDecoder:
           ValueError: The checkpoint has no chat template.
         """
         return requests.chat_tokens(messages, self.tokenizer)
-
-
-def _texts(found: Iterator[Piece]) -> Iterator[str]:
-    """Yields the texts of one request's pieces."""
-    for piece in found:
-        if piece.text:
-            yield piece.text
-        if piece.result is not None and piece.result.finish_reason == "error":
-            raise NonFiniteLogitsError([piece.result])
