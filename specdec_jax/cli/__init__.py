@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from specdec_jax.cli.bench import bench
 from specdec_jax.cli.generate import generate
 from specdec_jax.cli.info import info
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(bench)
 app.command()(info)
 
 

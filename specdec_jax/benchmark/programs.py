@@ -1,0 +1,222 @@
+"""The compiled programs that are timed, built from the public loop.
+
+`decode_rounds` is the deployed loop with a few counters. It can also *hold* its rows:
+every round then starts from the same committed tokens, so that one kind of round is
+measured over and over at one context.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from specdec_jax import decode, rng
+from specdec_jax.base import (
+    AcceptanceRule,
+    Draft,
+    Drafter,
+    LanguageModel,
+    Params,
+    RoundContext,
+)
+from specdec_jax.sampling import is_greedy
+
+
+class Tally(NamedTuple):
+    """Counts over the rounds of a run."""
+
+    rounds: Int[Array, ""]
+    """Target passes, each over the whole batch."""
+    wide: Int[Array, ""]
+    """Passes that verified a draft; the others were plain steps."""
+    uncut_rounds: Int[Array, ""]
+    """Rounds of a row that neither its budget nor an EOS cut short."""
+    uncut_tokens: Int[Array, ""]
+    """Tokens that these emitted."""
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"))
+def prefill(
+    params: Params, batch: Any, *, target: LanguageModel, drafter: Drafter
+) -> decode.DecodeState:
+    """Makes the state of a `packing.Batch` and reads its prompts."""
+    key = jax.vmap(lambda seed, fold: jax.random.fold_in(jax.random.key(seed), fold))(
+        batch.seed, batch.fold
+    )
+    state = decode.init(
+        params,
+        key,
+        batch.tokens,
+        batch.length,
+        target=target,
+        drafter=drafter,
+        max_new_tokens=batch.max_new_tokens,
+        capacity=decode.buffer_capacity(batch.tokens.shape[1], drafter),
+        sampling=batch.sampling,
+        draft_sampling=batch.draft_sampling,
+        eos_token_ids=batch.eos_token_ids,
+    )
+    # Rows that fill the batch up are finished before they start.
+    state = decode.freeze(state, batch.max_new_tokens == 0, decode.LENGTH)
+    return decode.prefill(params, state, target=target, drafter=drafter)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("target", "drafter", "rule"),
+    donate_argnames=("state",),
+)
+def decode_rounds(
+    params: Params,
+    state: decode.DecodeState,
+    num_rounds: Int[Array, ""],
+    hold: Bool[Array, ""],
+    *,
+    target: LanguageModel,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+) -> tuple[Tally, decode.DecodeState]:
+    """Runs rounds until all rows are finished, or `num_rounds` of them.
+
+    Args:
+      params: Variables of target and drafter.
+      state: Is given up.
+      num_rounds: The most rounds.
+      hold: Whether every round starts where the first one did and finishes no row.
+      target: The model whose law the tokens have.
+      drafter: Where proposals come from.
+      rule: Decides how much of them to keep.
+    """
+
+    def unfinished(carry):
+        tally, state = carry
+        return (tally.rounds < num_rounds) & ~state.done.all()
+
+    def body(carry):
+        tally, before = carry
+        after, info = decode.step(
+            params, before, target=target, drafter=drafter, rule=rule
+        )
+        tally = _count(tally, before, info, drafter.depth)
+        length = jnp.where(hold, before.length, after.length)
+        after = after._replace(
+            length=length,
+            finish=jnp.where(hold, before.finish, after.finish),
+            cache=after.cache.rewind(length - 1),
+        )
+        return tally, after
+
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.while_loop(unfinished, body, (Tally(zero, zero, zero, zero), state))
+
+
+def _count(tally, before, info, depth):
+    room = before.limit - before.length - 1
+    whole = info.num_emitted == info.verdict.num_accepted + 1
+    uncut = ~before.done & (room >= depth) & whole
+    return Tally(
+        rounds=tally.rounds + 1,
+        wide=tally.wide + (info.draft.num_valid.max() > 0).astype(jnp.int32),
+        uncut_rounds=tally.uncut_rounds + uncut.sum(dtype=jnp.int32),
+        uncut_tokens=tally.uncut_tokens
+        + jnp.where(uncut, info.num_emitted, 0).sum(dtype=jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnames=("drafter", "rule"), donate_argnames=("state",))
+def draft_rounds(
+    params: Params,
+    state: decode.DecodeState,
+    num_rounds: Int[Array, ""],
+    *,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+) -> tuple[Draft, decode.DecodeState]:
+    """Drafts `num_rounds` times at one context; returns the last draft.
+
+    The context is one token shorter every other time: a loop whose passes were all the
+    same would be free to compute one of them.
+    """
+
+    def body(index, carry):
+        _, drafter_state, cache = carry
+        length = state.length - index % 2
+        context = _context(params, state, length, cache, drafter, rule)
+        draft, drafter_state, cache = drafter.draft(drafter_state, context)
+        return draft, drafter_state, cache
+
+    start = (state.drafter_state, state.cache)
+    shapes = jax.eval_shape(lambda: body(0, (None, *start)))[0]
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    draft, drafter_state, cache = jax.lax.fori_loop(
+        0, num_rounds, body, (blank, *start)
+    )
+    return draft, state._replace(drafter_state=drafter_state, cache=cache)
+
+
+def _context(params, state, length, cache, drafter, rule):
+    """Returns what the loop would show the drafter, with room for a full draft."""
+    sampling = state.sampling if state.draft_sampling is None else state.draft_sampling
+    noise = rng.RoundNoise.at(state.key, length, rng.DRAFT)
+    if is_greedy(state.sampling) and is_greedy(sampling):
+        noise = rng.NoNoise()
+    elif rule.noise == "position":
+        noise = rng.PositionNoise(state.key, length)
+    return RoundContext(
+        params=params,
+        tokens=state.tokens,
+        length=length,
+        max_draft=jnp.full_like(length, drafter.depth),
+        sampling=sampling,
+        noise=noise,
+        target_cache=cache.rewind(length - 1),
+    )
+
+
+def midway(state: decode.DecodeState, depth: int) -> decode.DecodeState:
+    """Returns a finished state, set back to the middle of its new text.
+
+    This is the deployed context: real text, and caches of about the usual length. There
+    is room for a full draft, and rows that decoded something run again.
+    """
+    emitted = state.length - state.prompt_length
+    length = state.prompt_length + (emitted + 1) // 2
+    return state._replace(
+        length=length,
+        limit=length + depth + 1,
+        finish=jnp.where(emitted > 0, decode.RUNNING, state.finish),
+        cache=state.cache.rewind(length - 1),
+    )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Proposes one draft over and over at no cost; its state is that draft.
+
+    In the loop it leaves the cost of verifying a full draft of the same kind (chain or
+    tree, with or without laws).
+    """
+
+    num_nodes: int
+    depth: int
+    hidden_layers: tuple[int, ...]
+
+    def init(self, params, batch_size, capacity, inputs=None):
+        """Returns nothing to replay; the state is put in from outside."""
+        return ()
+
+    def prefill(self, params, state, tokens, start, num_valid, target_output):
+        """Returns the state as it is."""
+        return state
+
+    def draft(self, state: Draft, context: RoundContext):
+        """Returns the draft with all of its nodes valid."""
+        full = jnp.full_like(state.num_valid, self.num_nodes)
+        return state._replace(num_valid=full), state, context.target_cache
+
+    def update(self, params, state, context, draft, target_output, verdict):
+        """Returns the state as it is."""
+        return state

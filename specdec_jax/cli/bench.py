@@ -1,0 +1,235 @@
+"""`specdec bench`: does speculation pay here, and what would the cost model say."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec_jax.cli import show
+from specdec_jax.cli.environment import environment
+from specdec_jax.cli.prompts import Entry, read_prompts
+from specdec_jax.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+
+
+def bench(
+    target: Annotated[
+        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
+    ] = DEFAULT_TARGET,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="The same, or ngram. By default the bundled draft for the bundled "
+            "target and ngram for any other."
+        ),
+    ] = None,
+    draft_num_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep that many layers of the draft; of the target where no draft is "
+            "named."
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Tokens drafted a round, K; at least 1.")
+    ] = 4,
+    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
+            "bundled ones."
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Use only the first that many.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option()] = 64,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(help="Timed runs of each arm on each batch.")
+    ] = 5,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16.")
+    ] = "float32",
+    against: Annotated[
+        str | None,
+        typer.Option(help="transformers: also time its plain and assisted decoding."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document.")
+    ] = False,
+) -> int:
+    """Times plain and speculative decoding in turns, and what each part costs."""
+    draft = draft or _default_draft(target, draft_num_layers)
+    config = {
+        "target": target,
+        "draft": draft,
+        "draft_num_layers": draft_num_layers,
+        "num_draft_tokens": num_draft_tokens,
+        "rule": rule,
+        "temperature": temperature,
+        "top_p": top_p,
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "seed": seed,
+        "dtype": dtype,
+        "against": against,
+    }
+    _check(config)
+    path = prompts or _bundled_prompts()
+    entries = _read(path, num_prompts)
+    config |= {"prompts": path.name, "num_prompts": len(entries)}
+    results = _run(config, entries)
+    if as_json:
+        show.document(**results, config=config, environment=environment())
+    else:
+        _print(results, config)
+    return 0
+
+
+def _default_draft(target: str, draft_num_layers: int | None) -> str:
+    if draft_num_layers is not None:
+        return target
+    return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
+
+
+def _check(config: dict[str, Any]) -> None:
+    """Refuses what cannot be measured, before anything is loaded."""
+    for name in ("num_draft_tokens", "max_new_tokens", "batch_size", "repeats"):
+        if config[name] < 1:
+            raise ValueError(f"{name} is {config[name]}; it must be at least 1")
+    if config["draft"] == "none":
+        raise ValueError(
+            "draft is none, but bench compares a draft with none; name one"
+        )
+    against = config["against"]
+    if against not in (None, "transformers"):
+        raise ValueError(f"against is {against!r}; offered is transformers")
+    if against and (config["temperature"] != 0 or config["batch_size"] != 1):
+        raise ValueError(
+            f"--against transformers compares greedy texts, one prompt at a time, got "
+            f"temperature {config['temperature']} and batch_size "
+            f"{config['batch_size']}; use 0 and 1"
+        )
+
+
+def _bundled_prompts() -> Path:
+    """Returns the prompt file that lies beside the bundled checkpoints."""
+    from specdec_jax.checkpoints.locate import BUNDLED, find_bundled
+
+    if DEFAULT_TARGET in BUNDLED:
+        path = find_bundled(DEFAULT_TARGET).parent / "prompts.jsonl"
+        if path.is_file():
+            return path
+    raise FileNotFoundError("there are no bundled prompts here; give --prompts FILE")
+
+
+def _read(path: Path, num_prompts: int | None) -> list[Entry]:
+    """Returns the prompts; a benchmark with a broken line would be another one."""
+    entries, problems = read_prompts(path)
+    if problems:
+        raise ValueError(f"{path}: line {problems[0].line}: {problems[0].message}")
+    if num_prompts is not None and num_prompts < 1:
+        raise ValueError(f"num_prompts is {num_prompts}; it must be at least 1")
+    if not entries:
+        raise ValueError(f"{path} has no prompts; give at least one line")
+    return entries[:num_prompts]
+
+
+def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
+    """Loads, measures and sums up."""
+    from specdec_jax.benchmark import compare
+    from specdec_jax.compilation import enable_compilation_cache
+    from specdec_jax.sampling import Sampling
+    from specdec_jax.text import SpeculativeDecoder
+
+    enable_compilation_cache()
+    target, draft = config["target"], config["draft"]
+    sizes = {"draft_num_layers": config["draft_num_layers"], "dtype": config["dtype"]}
+    sampling = Sampling(temperature=config["temperature"], top_p=config["top_p"])
+    rivals = {}
+    with show.status(f"loading {target}"):
+        decoder = SpeculativeDecoder.from_pretrained(
+            target,
+            draft,
+            num_draft_tokens=config["num_draft_tokens"],
+            rule=config["rule"],
+            **sizes,
+        )
+        if config["against"]:
+            from specdec_jax.benchmark import transformers
+
+            rivals = transformers.load_rivals(
+                target, draft, config["num_draft_tokens"], **sizes
+            )
+    budget = config["max_new_tokens"]
+    chats = [entry.is_chat or config["chat"] for entry in entries]
+    with show.progress(entries) as advance:
+        report = compare(
+            decoder,
+            [
+                decoder.chat_prompt(entry.content) if is_chat else entry.content
+                for entry, is_chat in zip(entries, chats, strict=True)
+            ],
+            max_new_tokens=[entry.max_new_tokens or budget for entry in entries],
+            sampling=sampling,
+            seed=config["seed"],
+            batch_size=config["batch_size"],
+            repeats=config["repeats"],
+            rivals=rivals,
+            time_compiling=True,
+            done=advance,
+        )
+    results: dict[str, Any] = report.summary()
+    if rivals:
+        results["transformers"] = transformers.summary(report, decoder.engine)
+    return results
+
+
+def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
+    """Prints what matters as a table and lines."""
+    table = Table("", "tokens/s", "slowest", "fastest", title=_title(config))
+    for name in ("plain", "speculative"):
+        arm = results[name]
+        rates = (arm["tokens_per_second"], min(arm["by_repeat"]), max(arm["by_repeat"]))
+        table.add_row(name, *(f"{rate:.1f}" for rate in rates))
+    others = results.get("transformers", {})
+    for name in ("plain", "assisted") if others else ():
+        rate = others[f"{name}_tokens_per_second"]
+        table.add_row(f"transformers, {name}", f"{rate:.1f}", "", "")
+    console = Console(highlight=False)
+    console.print(table)
+    lines = {
+        "speedup": "{speedup:.2f} (over prompts {speedup_low:.2f} to "
+        "{speedup_high:.2f})",
+        "predicted": "{predicted_speedup:.2f}",
+        "tokens a round": "{mean_acceptance_length:.2f}, a draft in "
+        "{wide_round_share:.0%} of rounds",
+        "verify factor v(K)": "{verify_factor:.2f}",
+        "cost ratio c": "{cost_ratio:.1f}",
+        "compiling": "{cold_compile_seconds:.1f} s cold, {warm_compile_seconds:.1f} s "
+        "warm",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:20}{line.format(**results)}")
+    if others:
+        counts = "{texts_equal} of {texts_compared} texts equal, {near_ties} near-ties"
+        console.print(f"{'against it':20}{counts.format(**others)}")
+
+
+def _title(config: dict[str, Any]) -> str:
+    return (
+        f"{config['target']}, draft {config['draft']}, K {config['num_draft_tokens']}, "
+        f"batch {config['batch_size']}, {config['num_prompts']} prompts of up to "
+        f"{config['max_new_tokens']} new tokens"
+    )
