@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.networks import Decoder, DecoderConfig, Rotary
-from specdec_jax.training import data, distill, export, train
+from specdec_jax.training import data, distill, export, stages, train
 from specdec_jax.training.forward import forward
 from specdec_jax.training.tokenizer import train_tokenizer
 
@@ -257,3 +257,36 @@ def test_mixed_batches_end_in_samples(tokens):
     batches = distill.mixed(lambda step: rows(tokens, step), samples, share=0.5)
     assert (batches(0)[2:] == 7).all()
     np.testing.assert_array_equal(batches(0)[:2], rows(tokens, 0)[:2])
+
+
+def test_stopped_stages_go_on_where_they_were(params, tmp_path):
+    """A second run of a finished recipe trains nothing and returns the same."""
+    stream = np.random.default_rng(0).integers(2, 270, 400).astype(np.int32)
+    stage = stages.Stage(2, length=16, batch_size=2)
+    lines = []
+
+    def run():
+        target = stages.train_target(
+            tmp_path,
+            CONFIG,
+            stream,
+            [stage._replace(num_layers=1), stage._replace(decay=1)],
+            report=lines.append,
+        )
+        return target, stages.train_draft(
+            tmp_path,
+            STUDENT,
+            Decoder(CONFIG),
+            params,
+            np.tile(stream, 8),
+            stage,
+            [stage._replace(variation=0.5, greedy=0.1)],
+            rounds=1,
+            report=lines.append,
+        )
+
+    first = run()
+    assert len(first[0]) == 4 and not any("resumed" in line for line in lines)
+    lines.clear()
+    assert_same(run(), first)
+    assert lines == ["resumed at step 2"] * 4

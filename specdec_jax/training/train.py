@@ -51,16 +51,19 @@ def init_params(config: DecoderConfig, seed: int) -> Any:
     Each layer then starts as the identity, which trains faster from the first step.
     """
     check(config)
-    model = Decoder(config)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    init = jax.jit(lambda key: model.init(key, tokens, model.init_cache(1, 1)))
-    params = init(jax.random.key(seed))["params"]
+    params = _init(Decoder(config), jax.random.key(seed))
     for i in range(config.num_layers):
         layer = params[f"layers_{i}"]
         for part, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             kernel = layer[part][name]["kernel"]
             layer[part][name]["kernel"] = jnp.zeros_like(kernel)
     return params
+
+
+@partial(jax.jit, static_argnums=0)
+def _init(model: Decoder, key: Array) -> Any:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return model.init(key, tokens, model.init_cache(1, 1))["params"]
 
 
 def stack(params: Any, times: int) -> Any:
