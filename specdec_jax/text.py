@@ -1,10 +1,7 @@
 """Text in, text out: `SpeculativeDecoder` around the compiled loop.
 
-It tokenises, checks what was asked for, packs it into buckets, runs the programs and
-turns tokens back into text. A request's tokens depend on its prompt, its settings and
-its seed only, so the same request gives the same text alone, in any batch, streamed or
-not. Programs are compiled once for each bucket and shared by all decoders of equal
-parts; prompts, lengths, seeds and settings are arguments.
+A request's tokens depend on its prompt, its settings and its seed only: it gives one
+text alone, in any batch, streamed or not. Programs are compiled once a bucket.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +28,7 @@ _GREEDY = Sampling()
 class SpeculativeDecoder:
     """A target, a drafter and a rule that decode text.
 
-    `from_pretrained` makes one from names; this constructor takes the parts.
+    `from_pretrained` makes one from names.
 
     Args:
       target: The model whose law the text has.
@@ -91,8 +88,8 @@ class SpeculativeDecoder:
 
         Args:
           target: Name, folder or file of a checkpoint.
-          draft: The same; or "ngram" (prompt lookup), None or "none" (plain decoding),
-            or a drafter without variables of its own, whose sizes are its own too.
+          draft: The same; "ngram" (prompt lookup), None or "none" (plain decoding), or
+            a drafter that has no variables and its own K.
           num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding.
           rule: "rejection", "coupled" or a rule object.
           dtype: Of the weights and the arithmetic of target and draft.
@@ -192,8 +189,7 @@ class SpeculativeDecoder:
         larger pieces. For origins, results or several prompts use `plan` and `run`.
 
         Raises:
-          ValueError: Something asked for is impossible. It is raised here, not at the
-            first piece.
+          ValueError: Something asked for is impossible; raised before the first piece.
           NonFiniteLogitsError: After the last piece.
         """
         one = prompt if isinstance(prompt, str) else requests.as_token_ids(prompt)
@@ -225,7 +221,7 @@ class SpeculativeDecoder:
         """Tokenises and checks requests, for `run` and `compile`; decodes nothing.
 
         It takes what `generate` takes. `indices` are the prompts' places in a larger
-        data set, which stand for i in "request i"; by default 0, 1, 2 and so on.
+        data set, the i in "request i"; 0, 1, 2 and so on by default.
 
         Raises:
           ValueError: Something asked for is impossible.
@@ -259,15 +255,14 @@ class SpeculativeDecoder:
           plan: The requests.
           batch_size: Rows of a batch at the most; None makes one batch of all.
           rounds_per_look: Rounds on the device between two looks of the host. None
-            runs each batch to its end in one go, with one piece a request; a plan with
-            stop strings needs looks.
+            runs each batch to its end in one go, with one piece a request.
 
         Yields:
           Pieces; the last one of each request has its result. Non-finite logits end a
           request with the finish reason "error"; nothing is raised.
 
         Raises:
-          ValueError: A size is below 1.
+          ValueError: A size is below 1, or stop strings come without looks.
         """
         if batch_size is None:
             batch_size = max(len(plan.requests), 1)
@@ -276,7 +271,7 @@ class SpeculativeDecoder:
         )
 
     def compile(self, plan: Plan, *, batch_size: int | None = None) -> None:
-        """Compiles the programs that `run` needs for the first batch; runs nothing."""
+        """Compiles the programs that `run` needs; runs nothing."""
         size = batch_size or max(len(plan.requests), 1)
         compile_programs(self.engine, plan, batch_size=size)
 
@@ -293,10 +288,9 @@ class SpeculativeDecoder:
         return tokens
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the tokens of a conversation that the target is to go on with.
+        """Returns the tokens of a conversation, up to where the answer begins.
 
-        The template is the tokenizer's and writes every special token itself, so none
-        is added to it.
+        The tokenizer's template writes all special tokens; none is added to it.
 
         Args:
           messages: `{"role": ..., "content": ...}` each, or the text of one user turn.
