@@ -5,11 +5,9 @@ SPECDEC_TRACEBACK=1 to see where it was found. Heavy imports wait inside the com
 so that `--help` answers at once.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import typer
 
@@ -53,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # typer carries click inside from 0.26 on and imports it before: no shared type.
         if not hasattr(error, "format_message"):
             raise
-        return _complain(error.format_message() + _suggestion(error))
+        return _complain(error.format_message())
 
 
 def _complain(message: str) -> int:
@@ -65,13 +63,3 @@ def _pipe_closed() -> int:
     """Ends quietly when the reader of stdout has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
-
-
-def _suggestion(error: Any) -> str:
-    """Returns the option that a misspelt one is nearest to, as a sentence, or ""."""
-    wrong, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if wrong is None or context is None:
-        return ""
-    offered = [name for parameter in context.command.params for name in parameter.opts]
-    near = difflib.get_close_matches(wrong, offered, n=1)
-    return f" Did you mean {near[0]}?" if near else ""
