@@ -13,7 +13,7 @@ from specdec_jax import NgramDrafter, Params, SpeculativeDecoder, load
 from specdec_jax.compilation import enable_compilation_cache
 
 QUESTION = (
-    "Rewrite this function so that it also skips empty lines, and print only the code:\n"
+    "Rewrite this function so that it also skips empty lines. Print only the code:\n"
     "def read_lines(path):\n"
     "    lines = []\n"
     "    with open(path) as file:\n"

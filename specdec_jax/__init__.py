@@ -12,10 +12,13 @@ from specdec_jax.acceptance import RULES, Coupled, Rejection
 from specdec_jax.base import Params
 from specdec_jax.compilation import enable_compilation_cache
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specdec_jax.following import Piece
-from specdec_jax.results import NonFiniteLogitsError, Result
 from specdec_jax.sampling import Sampling
-from specdec_jax.text import SpeculativeDecoder
+from specdec_jax.text import (
+    NonFiniteLogitsError,
+    Piece,
+    Result,
+    SpeculativeDecoder,
+)
 
 __version__ = "0.1.0"
 

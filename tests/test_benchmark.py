@@ -15,7 +15,8 @@ from specdec_jax.benchmark.timing import Costs, speedup, speedup_interval
 from specdec_jax.cli import main
 from specdec_jax.cli.bench import _print
 from specdec_jax.drafters import NgramDrafter
-from specdec_jax.packing import pack
+from specdec_jax.text.packing import pack
+from specdec_jax.text.running import start_batch
 
 _NGRAM = NgramDrafter(2)
 PROMPTS = ["the cat sat on the mat and the cat sat on", [5, 9], "hello world"]
@@ -113,7 +114,7 @@ def test_held_rounds_stay_where_they_are_and_verify_a_full_draft():
     engine = decoder.engine
     parts = {"target": engine.target, "rule": engine.rule}
     batch = pack(decoder.plan([[3, 4, 5, 6]], max_new_tokens=9), 0, 1)
-    state = programs.prefill(
+    state = start_batch(
         engine.params, batch, target=engine.target, drafter=engine.drafter
     )
     free = np.bool_(False)

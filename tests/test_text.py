@@ -24,10 +24,9 @@ from specdec_jax import (
     Params,
     Sampling,
     SpeculativeDecoder,
-    packing,
-    running,
 )
-from specdec_jax.detokenize import TextFollower
+from specdec_jax.text import packing, running
+from specdec_jax.text.detokenize import TextFollower
 
 PROMPT = [20, 21, 22]
 DRAWN = Sampling(temperature=0.9)
@@ -177,7 +176,7 @@ def test_a_request_uses_the_key_folded_with_its_place():
     decoder = tabled()
     plan = decoder.plan(IDS, seed=3, sampling=DRAWN)
     batch = packing.pack(plan, 0, 4)
-    state = running._start(
+    state = running.start_batch(
         decoder.engine.params, batch, target=TABLE, drafter=decoder.drafter
     )
     for i, key in enumerate(state.key):

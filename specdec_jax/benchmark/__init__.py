@@ -1,7 +1,7 @@
 """Benchmarks: the only place of the library that times anything.
 
     timing        one clock: arms that take turns, bootstrap, compiling cold and warm
-    programs      what is timed: prefill, decoding, drafting alone
+    programs      what is timed: decoding, drafting alone
     measure       plain against speculative decoding, batch after batch
     report        what that came to, beside what the cost model predicts
     transformers  the same weights and prompts decoded by transformers (torch)

@@ -18,11 +18,11 @@ from specdec_jax.benchmark.report import Report, Rival, Run, Unit
 from specdec_jax.benchmark.timing import alternate, compile_seconds, timed
 from specdec_jax.decode import DecodeState
 from specdec_jax.drafters import NoDrafter
-from specdec_jax.packing import Batch, Plan, Request, pack
-from specdec_jax.requests import Prompt
-from specdec_jax.running import Engine
 from specdec_jax.sampling import Sampling
 from specdec_jax.text import SpeculativeDecoder
+from specdec_jax.text.packing import Batch, Plan, Request, pack
+from specdec_jax.text.requests import Prompt
+from specdec_jax.text.running import Engine, start_batch
 
 PART_ROUNDS = 16
 """Rounds that one measurement of a part lasts."""
@@ -163,7 +163,7 @@ class _Arm:
 
     def __init__(self, engine: Engine, batch: Batch, indices: list[int]):
         self.engine, self._size = engine, len(indices)
-        self._prefilled = programs.prefill(
+        self._prefilled = start_batch(
             engine.params, batch, target=engine.target, drafter=engine.drafter
         )
         _, self.finished = _decode(self.engine, self._copy(), _TO_THE_END)

@@ -7,7 +7,7 @@ measured over and over at one context.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,32 +36,6 @@ class Tally(NamedTuple):
     """Rounds of a row that neither its budget nor an EOS cut short."""
     uncut_tokens: Int[Array, ""]
     """Tokens that these emitted."""
-
-
-@partial(jax.jit, static_argnames=("target", "drafter"))
-def prefill(
-    params: Params, batch: Any, *, target: LanguageModel, drafter: Drafter
-) -> decode.DecodeState:
-    """Makes the state of a `packing.Batch` and reads its prompts."""
-    key = jax.vmap(lambda seed, fold: jax.random.fold_in(jax.random.key(seed), fold))(
-        batch.seed, batch.fold
-    )
-    state = decode.init(
-        params,
-        key,
-        batch.tokens,
-        batch.length,
-        target=target,
-        drafter=drafter,
-        max_new_tokens=batch.max_new_tokens,
-        capacity=decode.buffer_capacity(batch.tokens.shape[1], drafter),
-        sampling=batch.sampling,
-        draft_sampling=batch.draft_sampling,
-        eos_token_ids=batch.eos_token_ids,
-    )
-    # Rows that fill the batch up are finished before they start.
-    state = decode.freeze(state, batch.max_new_tokens == 0, decode.LENGTH)
-    return decode.prefill(params, state, target=target, drafter=drafter)
 
 
 @partial(

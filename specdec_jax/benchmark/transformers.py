@@ -23,7 +23,7 @@ import numpy as np
 from specdec_jax.benchmark.report import Report, Rival, Run, Unit
 from specdec_jax.checkpoints.locate import open_checkpoint
 from specdec_jax.checkpoints.source import Source
-from specdec_jax.running import Engine
+from specdec_jax.text.running import Engine
 
 PLAIN, ASSISTED = "transformers_plain", "transformers_assisted"
 """Names of the two arms in `Report`."""

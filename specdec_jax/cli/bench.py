@@ -10,7 +10,7 @@ from rich.table import Table
 from specdec_jax.cli import show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, read_prompts
-from specdec_jax.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
 
 
 def bench(

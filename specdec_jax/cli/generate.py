@@ -9,7 +9,7 @@ import typer
 from specdec_jax.cli import show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, Problem, read_prompts
-from specdec_jax.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
 
 DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 """What a run without any prompt goes on with."""
@@ -267,7 +267,7 @@ def _plan(
 
 def _complain(results: list[Any], problems: list[Problem], size: int) -> None:
     """Raises for what went wrong, now that everything else is written."""
-    from specdec_jax.results import NonFiniteLogitsError
+    from specdec_jax.text.results import NonFiniteLogitsError
 
     if any(result.finish_reason == "error" for result in results):
         raise NonFiniteLogitsError(results)

@@ -7,7 +7,7 @@ import typer
 
 from specdec_jax.cli import show
 from specdec_jax.cli.environment import environment
-from specdec_jax.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
 
 
 def info(

@@ -13,15 +13,15 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from specdec_jax import decode
-from specdec_jax.detokenize import decode as decode_text
-from specdec_jax.requests import (
+from specdec_jax.sampling import Sampling, SamplingRows, settings
+from specdec_jax.text.detokenize import decode as decode_text
+from specdec_jax.text.requests import (
     Prompt,
     eos_ids,
     is_per_prompt,
     per_prompt,
     stop_strings,
 )
-from specdec_jax.sampling import Sampling, SamplingRows, settings
 
 _EOS_COLUMNS = 4
 """EOS ids are padded to a multiple of this, so that their number decides no program."""

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Int
 
 from specdec_jax import decode
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
-from specdec_jax.following import Look, Piece, Row
-from specdec_jax.packing import Batch, Plan, pack
+from specdec_jax.text.following import Look, Piece, Row
+from specdec_jax.text.packing import Batch, Plan, pack
 
 MAX_ROUNDS_PER_LOOK = 64
 """Rounds of which the program keeps a record for the host."""
@@ -92,9 +92,9 @@ def compile_programs(engine: Engine, plan: Plan, *, batch_size: int) -> None:
         shapes.add(batch.tokens.shape)
         parts = _parts(engine)
         rule = parts.pop("rule")
-        state = jax.eval_shape(partial(_start, **parts), engine.params, batch)
+        state = jax.eval_shape(partial(start_batch, **parts), engine.params, batch)
         stopped = np.zeros(len(batch.length), bool)
-        _start.lower(engine.params, batch, **parts).compile()
+        start_batch.lower(engine.params, batch, **parts).compile()
         _advance.lower(
             engine.params, state, stopped, _TO_THE_END, rule=rule, **parts
         ).compile()
@@ -118,7 +118,9 @@ def _looks(
     num_rounds = _TO_THE_END
     if rounds_per_look is not None:
         num_rounds = np.int32(min(rounds_per_look, MAX_ROUNDS_PER_LOOK))
-    state = _start(engine.params, batch, target=engine.target, drafter=engine.drafter)
+    state = start_batch(
+        engine.params, batch, target=engine.target, drafter=engine.drafter
+    )
     while True:
         state, look = _advance(
             engine.params, state, stopped.copy(), num_rounds, **_parts(engine)
@@ -127,7 +129,7 @@ def _looks(
 
 
 @partial(jax.jit, static_argnames=("target", "drafter"))
-def _start(
+def start_batch(
     params: Params, batch: Any, *, target: LanguageModel, drafter: Drafter
 ) -> decode.DecodeState:
     """Makes the state of a `Batch` and reads its prompts."""

@@ -7,7 +7,7 @@ from typing import Any
 from specdec_jax.acceptance import RULES
 from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specdec_jax.requests import per_prompt
+from specdec_jax.text.requests import per_prompt
 
 DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
 """The bundled pair, which the command line uses unless told otherwise."""

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_jax import packing, requests
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
 from specdec_jax.drafters import NoDrafter
-from specdec_jax.following import Piece, collect, texts
-from specdec_jax.packing import Plan
-from specdec_jax.pairing import find_rule, load_pair
-from specdec_jax.requests import Prompt
-from specdec_jax.results import Result
-from specdec_jax.running import Engine, compile_programs, pieces
 from specdec_jax.sampling import Sampling
+from specdec_jax.text import packing, requests
+from specdec_jax.text.following import Piece, collect, texts
+from specdec_jax.text.packing import Plan
+from specdec_jax.text.pairing import find_rule, load_pair
+from specdec_jax.text.requests import Prompt
+from specdec_jax.text.results import Result
+from specdec_jax.text.running import Engine, compile_programs, pieces
 
 ROUNDS_PER_LOOK = 4
 """Rounds between two looks of the host at stop strings; no result depends on it."""

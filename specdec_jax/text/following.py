@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax import decode
-from specdec_jax.detokenize import TextFollower
-from specdec_jax.detokenize import decode as decode_text
-from specdec_jax.packing import Request
-from specdec_jax.results import (
+from specdec_jax.text.detokenize import TextFollower
+from specdec_jax.text.detokenize import decode as decode_text
+from specdec_jax.text.packing import Request
+from specdec_jax.text.results import (
     FINISH_REASONS,
     ORIGINS,
     NonFiniteLogitsError,
