@@ -18,8 +18,8 @@ shape = DecoderConfig(
 )
 stages = [
     Stage(1500, num_layers=5),
-    Stage(2000),
-    Stage(500, length=320, batch_size=4, decay=480),
+    Stage(1100),
+    Stage(450, length=320, batch_size=4, decay=430),
 ]
 params = train_target(work, shape, encode(tokenizer, files, eos=1), stages)
 export(work / "pystd-5m", shape, params, tokenizer, rope_theta=10_000.0)
