@@ -43,9 +43,7 @@ def fold(key: Key[Array, "*B"], *data: Any) -> Key[Array, "*B"]:
     return key
 
 
-def request_keys(
-    key: Array, batch_size: int, first: int = 0
-) -> Key[Array, " B"]:
+def request_keys(key: Array, batch_size: int, first: int = 0) -> Key[Array, " B"]:
     """Returns one key a request: `fold_in(key, first + i)`, or `key` if it is [B].
 
     Args:
