@@ -5,6 +5,7 @@ read, cast and placed one by one, so the host holds one tensor beside the parame
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -89,6 +90,8 @@ def load(
     source = open_checkpoint(name)
     model = build_model(source, dtype, num_layers, context_length)
     params = read_params(source, model, place or _place)
+    # Of transformers only tokenizers are wanted: no advice that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     bos = source.config.get("bos_token_id")
     return Loaded(
         model=model,
