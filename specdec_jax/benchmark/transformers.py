@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.audit import Difference, explain_difference
 from specdec_jax.benchmark.report import Report, Rival, Run, Unit
 from specdec_jax.checkpoints.locate import open_checkpoint
 from specdec_jax.checkpoints.source import Source
@@ -29,9 +29,6 @@ PLAIN, ASSISTED = "transformers_plain", "transformers_assisted"
 """Names of the two arms in `Report`."""
 
 _COMPARED = ("speculative", PLAIN, ASSISTED)
-
-NEAR_TIE = 1e-3
-"""Gap in nats of the two likeliest tokens below which float32 rounding decides."""
 
 
 def load_rivals(
@@ -183,8 +180,8 @@ def summary(report: Report, engine: Engine) -> dict[str, Any]:
     }
     best = max(rates["transformers_plain"], rates["transformers_assisted"])
     pairs = itertools.product(report.units, _COMPARED)
-    gaps = [difference(unit, arm, engine) for unit, arm in pairs]
-    found = [gap for gap in gaps if gap is not None]
+    compared = [difference(unit, arm, engine) for unit, arm in pairs]
+    found = [one for one in compared if one is not None]
     return {
         "plain_tokens_per_second": rates["transformers_plain"],
         "assisted_tokens_per_second": rates["transformers_assisted"],
@@ -196,36 +193,22 @@ def summary(report: Report, engine: Engine) -> dict[str, Any]:
             rates["speculative"], rates["transformers_assisted"]
         ),
         "speculative_over_best": _ratio(rates["speculative"], best),
-        "texts_compared": len(gaps),
-        "texts_equal": len(gaps) - len(found),
-        "near_ties": sum(gap < NEAR_TIE for gap in found),
-        "texts_different": sum(gap >= NEAR_TIE for gap in found),
+        "texts_compared": len(compared),
+        "texts_equal": len(compared) - len(found),
+        "near_ties": sum(one.near_tie for one in found),
+        "texts_different": sum(not one.near_tie for one in found),
         "versions": {
             name: metadata.version(name) for name in ("torch", "transformers")
         },
     }
 
 
-def difference(unit: Unit, arm: str, engine: Engine) -> float | None:
-    """Returns the target's margin where an arm's text first differs from plain's.
-
-    Returns:
-      The gap in nats between the two likeliest tokens there; None for equal texts.
-    """
+def difference(unit: Unit, arm: str, engine: Engine) -> Difference | None:
+    """Explains where an arm's text first differs from plain's; None if equal."""
     [plain], [other] = unit.runs["plain"][0].token_ids, unit.runs[arm][0].token_ids
-    if plain == other:
-        return None
-    pairs = zip(plain, other, strict=False)
-    equal = [ours == theirs for ours, theirs in pairs]
-    place = equal.index(False) if False in equal else len(equal)
-    before = [*unit.prompts[0], *plain[:place]]
-    cache = engine.target.init_cache(1, len(before))
-    output, _ = engine.target.apply(
-        engine.params.target, jnp.array([before], jnp.int32), cache
+    return explain_difference(
+        engine.target, engine.params.target, unit.prompts[0], plain, other
     )
-    row = np.asarray(output.logits[0, -1].astype(jnp.float32))
-    second, first = np.partition(row, -2)[-2:]
-    return float(first - second)
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
