@@ -81,8 +81,8 @@ def verify_round(
     num_nodes, depth = drafter.num_nodes, drafter.depth
     draft, drafter_state, cache = drafter.draft(drafter_state, context)
     _check_draft(draft, context, drafter, rule, target.vocab_size)
-    draft = _clip(draft, context.max_draft)
     tree = _Tree.of(draft, depth)
+    draft = _clip(draft, tree, context.max_draft)
     last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
     tokens = jnp.concatenate([last, draft.tokens], axis=1)
     judge = {
@@ -201,13 +201,10 @@ def _check_draft(draft, context, drafter, rule, vocab_size):
         chex.assert_shape(draft.parents, shape)
 
 
-def _clip(draft: Draft, max_draft: Int[Array, " B"]) -> Draft:
+def _clip(draft: Draft, tree: _Tree, max_draft: Int[Array, " B"]) -> Draft:
     """Cuts a draft to `max_draft` tokens, a tree to that depth."""
-    if draft.parents is None:
-        allowed = max_draft
-    else:
-        _, depths = ancestry(draft.parents)
-        allowed = (depths[:, 1:] <= max_draft[:, None]).sum(-1, dtype=jnp.int32)
+    fits = tree.tail_length[:, 1:] <= max_draft[:, None]
+    allowed = fits.sum(-1, dtype=jnp.int32)
     return draft._replace(num_valid=jnp.minimum(draft.num_valid, allowed))
 
 
