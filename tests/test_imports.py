@@ -21,6 +21,7 @@ BELOW = {
     "drafters": {"base", "rng", "sampling", "cache", "state", "verify", "decode"},
     "networks": {"base", "cache"},
     "checkpoints": {"base", "cache", "networks"},
+    "theory": set(),
 }
 """What each part may import besides itself. Parts that are not listed sit above."""
 

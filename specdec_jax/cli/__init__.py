@@ -14,6 +14,7 @@ import typer
 from specdec_jax.cli.bench import bench
 from specdec_jax.cli.generate import generate
 from specdec_jax.cli.info import info
+from specdec_jax.cli.theory import theory
 
 app = typer.Typer(
     name="specdec",
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(theory)
 app.command()(info)
 
 
