@@ -262,6 +262,7 @@ def _where_it_pays(
     # Any values at which solving is safe: a gradient must not meet the others.
     solved = solve(jnp.where(pays, rate, 0.5), jnp.where(pays, cost_ratio, 10.0))
     endless = (alpha >= 1) & (cost_ratio > 1)
+    solved = jnp.maximum(solved, 0)  # rounding
     return jnp.where(pays, solved, jnp.where(endless, jnp.inf, 0.0))
 
 
@@ -271,6 +272,7 @@ def _by_lambert_w(rate: Array, cost_ratio: Array) -> Array:
     t - ln(1 + t) = u is solved instead of W e^W = ..., whose argument underflows. From
     the upper bound u + sqrt(2u) (Chatzigeorgiou, arXiv:1601.04895) Newton's steps fall
     to the root without a test. Only the last one is differentiated, which is exact.
+    Then K* = t / L - c = ln(1 + t) / L - 1, and the latter cancels for no c.
     """
     u = (cost_ratio - 1) * rate
 
@@ -280,7 +282,8 @@ def _by_lambert_w(rate: Array, cost_ratio: Array) -> Array:
     t = u + jnp.sqrt(2 * u)
     for _ in range(4):
         t = newton(t)
-    return newton(lax.stop_gradient(t)) / rate - cost_ratio
+    t = newton(lax.stop_gradient(t))
+    return jnp.log1p(t) / rate - 1
 
 
 def _by_bisection(rate: Array, cost_ratio: Array) -> Array:

@@ -208,6 +208,25 @@ def test_lambert_w_agrees_with_scipy(grid):
     np.testing.assert_allclose(found[usable], expected[usable], rtol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "solve", [theory.continuous_num_draft_tokens, theory.bisected_num_draft_tokens]
+)
+def test_continuous_length_is_a_number_at_every_extreme(solve):
+    rng = np.random.default_rng(0)
+    alpha = [*rng.random(300), *(1 - 10 ** rng.uniform(-8, -1, 300))]
+    alpha = np.float32([*alpha, *(10 ** rng.uniform(-30, 0, 400))])
+    cost_ratio = [
+        *(1 + 10 ** rng.uniform(-8, 2, 500)),
+        *(10 ** rng.uniform(-6, 9, 500)),
+    ]
+    arguments = jnp.asarray(alpha), jnp.asarray(np.float32(cost_ratio))
+    inside = arguments[0] < 1
+    found = solve(*arguments)
+    assert (found >= 0).all() and jnp.isfinite(found[inside]).all()
+    slopes = jax.grad(lambda *both: jnp.where(inside, solve(*both), 0).sum(), (0, 1))
+    assert not jnp.isnan(jnp.stack(slopes(*arguments))).any()
+
+
 def test_limits():
     ones = curve(1.0, 10.0, longest=4)
     np.testing.assert_allclose(ones, np.arange(1, 6) / (1 + np.arange(5) / 10), 1e-6)
