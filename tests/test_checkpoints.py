@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny as tiny_models
+from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from specdec_jax.checkpoints import load
 from specdec_jax.checkpoints.load import FAMILIES, parameter_shapes
+from specdec_jax.networks.layers import TILE
 
 DATA = Path(__file__).parent / "data"
 LENGTH = 64
@@ -312,6 +315,24 @@ def test_parameters_can_be_placed_one_by_one(tiny):
 
     loaded = load(tiny, place=place)
     assert placed == parameter_shapes(loaded.model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tiles_hold_the_same_weights(tied, tmp_path):
+    folder = tiny_models.save_checkpoint(tmp_path / "wide", width=128, tied=tied)
+    flat, tiles = load(folder, tiled=False), load(folder)
+    assert tiles.model.tiled and jax.tree.leaves(flat.params)[0].ndim < 3
+    ours, theirs = (
+        traverse_util.flatten_dict(x.params, sep="/") for x in (tiles, flat)
+    )
+    cut = {path for path, leaf in ours.items() if leaf.ndim == 3}
+    assert len(cut) == 2 * 7 + 1 and ours.keys() == theirs.keys()
+    for path in cut:
+        kernel = theirs[path].T if path.endswith("/embedding") else theirs[path]
+        columns = [kernel[:, i : i + TILE] for i in range(0, kernel.shape[1], TILE)]
+        np.testing.assert_array_equal(ours[path], jnp.stack(columns))
+    for sizes in ((LENGTH,), (1,), (5,)):
+        np.testing.assert_allclose(logits(tiles, *sizes), logits(flat), atol=2e-4)
 
 
 def test_a_folder_without_tokenizer_loads_without(tiny):

@@ -12,7 +12,7 @@ ROOT = Path(specdec_jax.__file__).parent
 BELOW = {
     "base": set(),
     "rng": {"base"},
-    "sampling": {"base"},
+    "sampling": {"base", "rng"},
     "cache": {"base"},
     "acceptance": {"base", "rng", "sampling", "cache"},
     "state": {"base", "rng", "sampling", "cache"},

@@ -17,15 +17,17 @@ from specdec_jax.sampling import Sampling
 VOCAB = 97
 
 
-def decoder(num_layers, width):
+def decoder(num_layers, width, vocab_size=VOCAB, tiled=False):
     config = DecoderConfig(
-        vocab_size=VOCAB, width=width, num_layers=num_layers, num_heads=4,
+        vocab_size=vocab_size, width=width, num_layers=num_layers, num_heads=4,
         num_kv_heads=2, head_dim=width // 4, mlp_width=3 * width, max_positions=4096,
+        tied=tiled,
     )  # fmt: skip
-    return Decoder(config)
+    return Decoder(config, tiled=tiled)
 
 
 TARGET, DRAFT = decoder(3, 40), decoder(2, 24)
+TILED = decoder(3, 128, vocab_size=192, tiled=True)
 
 
 def variables(model):
@@ -33,20 +35,20 @@ def variables(model):
     return model.init(jax.random.key(0), tokens, model.init_cache(1, 8))
 
 
-def start(drafter, temperature, batch=2):
-    params = Params(variables(TARGET), variables(DRAFT))
+def start(drafter, temperature, batch=2, target=TARGET):
+    params = Params(variables(target), variables(DRAFT))
     state = decode.init(
         params, jax.random.key(0), jnp.ones((batch, 20), jnp.int32),
-        jnp.full((batch,), 5, jnp.int32), target=TARGET, drafter=drafter,
+        jnp.full((batch,), 5, jnp.int32), target=target, drafter=drafter,
         max_new_tokens=100, sampling=Sampling(temperature=temperature),
     )  # fmt: skip
     return params, state
 
 
-def loop_text(drafter, rule, temperature):
+def loop_text(drafter, rule, temperature, target=TARGET):
     """The compiled text of a whole run, and the shapes of caches and weights in it."""
-    params, state = start(drafter, temperature)
-    run = partial(decode.run, target=TARGET, drafter=drafter, rule=rule)
+    params, state = start(drafter, temperature, target=target)
+    run = partial(decode.run, target=target, drafter=drafter, rule=rule)
     text = jax.jit(run, donate_argnums=1).lower(params, state).compile().as_text()
     caches = (state.cache, state.drafter_state)
     large = [x for x in jax.tree.leaves((params, caches)) if x.size > 900]
@@ -74,6 +76,12 @@ def test_a_round_copies_no_cache_and_no_weight(drafter, rule):
     text, shapes = loop_text(drafter, rule, 0.9)
     assert len(shapes) > 5
     assert moved(text, shapes) == []
+
+
+def test_a_round_puts_no_tiles_together():
+    text, shapes = loop_text(NgramDrafter(3), Rejection(), 0.9, TILED)
+    assert any(shape.startswith("6,128,64") for shape in shapes)
+    assert moved(text, shapes | {"128,192", "192,128", "128,384", "384,128"}) == []
 
 
 def test_a_copied_cache_would_be_seen():

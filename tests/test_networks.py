@@ -1,5 +1,6 @@
 """The decoder: cached equals uncached, trees equal chains, garbage changes nothing."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -42,7 +43,12 @@ GPT2 = DecoderConfig(
     out_bias=True,
     mlp_bias=True,
 )
-MODELS = {"llama": Decoder(LLAMA), "gpt2": Decoder(GPT2)}
+TILED = dataclasses.replace(LLAMA, vocab_size=64, width=64, head_dim=16, mlp_width=128)
+MODELS = {
+    "llama": Decoder(LLAMA),
+    "gpt2": Decoder(GPT2),
+    "tiled": Decoder(TILED, tiled=True),
+}
 LENGTH = 24
 TOKENS = jax.random.randint(jax.random.key(1), (3, LENGTH), 0, 48)
 
@@ -80,6 +86,23 @@ def whole(request):
         request.param, TOKENS, MODELS[request.param].init_cache(3, LENGTH + 8)
     )
     return request.param, output.logits, cache
+
+
+def test_tiles_change_the_layout_of_weights_and_nothing_else():
+    model, variables = MODELS["tiled"], VARIABLES["tiled"]
+
+    def whole(path, leaf):
+        if leaf.ndim < 3:
+            return leaf
+        kernel = leaf.transpose(1, 0, 2).reshape(leaf.shape[1], -1)
+        return kernel.T if "embedding" in str(path) else kernel
+
+    assert sum(leaf.ndim == 3 for leaf in jax.tree.leaves(variables)) == 2 * 5 + 1
+    flat = jax.tree_util.tree_map_with_path(whole, variables)
+    cache = model.init_cache(3, LENGTH)
+    expected, _ = Decoder(TILED).apply(flat, TOKENS, cache)
+    found, _ = model.apply(variables, TOKENS, cache)
+    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-5)
 
 
 def test_the_decoder_is_a_language_model_that_hashes_by_value():

@@ -56,11 +56,12 @@ def make_tokenizer(add_bos=False, swapped=False):
 
 
 def save_checkpoint(
-    path, *, seed=0, num_layers=2, max_positions=512, eos=EOS, tokenizer=None, nan=False
-):
+    path, *, seed=0, num_layers=2, max_positions=512, eos=EOS, tokenizer=None,
+    nan=False, width=32, tied=True,
+):  # fmt: skip
     """Writes a random Llama as Hugging Face would; returns its folder as a string."""
     path.mkdir(parents=True)
-    width, heads, head_dim, mlp = 32, 4, 8, 48
+    heads, head_dim, mlp = 4, width // 4, 3 * width // 2
     draw = np.random.default_rng(seed)
 
     def weight(*shape):
@@ -81,6 +82,8 @@ def save_checkpoint(
             layer + "mlp.up_proj.weight": weight(mlp, width),
             layer + "mlp.down_proj.weight": weight(width, mlp),
         }
+    if not tied:
+        tensors["lm_head.weight"] = weight(VOCAB_SIZE, width)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -96,7 +99,7 @@ def save_checkpoint(
         "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "bos_token_id": BOS,
         "eos_token_id": eos,
     }

@@ -10,7 +10,7 @@ from specdec_jax.training.export import export
 from specdec_jax.training.stages import Stage, train_draft
 
 work = Path(sys.argv[1])
-target = load(Path(__file__).parent.parent / "pystd-5m")
+target = load(Path(__file__).parent.parent / "pystd-5m", tiled=False)
 tokenizer = target.tokenizer.backend_tokenizer
 rotary = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 shape = DecoderConfig(

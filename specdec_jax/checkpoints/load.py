@@ -23,6 +23,7 @@ from specdec_jax.checkpoints.locate import open_checkpoint
 from specdec_jax.checkpoints.settings import Settings
 from specdec_jax.checkpoints.source import Source, Tensor
 from specdec_jax.networks import Decoder, DecoderConfig
+from specdec_jax.networks.layers import tile
 
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
@@ -68,6 +69,7 @@ def load(
     *,
     context_length: int | None = None,
     place: Place | None = None,
+    tiled: bool | None = None,
 ) -> Loaded:
     """Loads a checkpoint.
 
@@ -79,6 +81,8 @@ def load(
         `rope.rotary`. It must not be above the checkpoint's limit.
       place: Puts each parameter on devices as it is read; by default all go to JAX's
         default device.
+      tiled: Whether weights lie in tiles, which decodes faster on CPUs (see
+        `networks.layers`), or as [in, out]; None means tiles on a CPU, without `place`.
 
     Raises:
       FileNotFoundError: There is no such checkpoint, or a file of it is missing.
@@ -89,6 +93,9 @@ def load(
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     source = open_checkpoint(name)
     model = build_model(source, dtype, num_layers, context_length)
+    if tiled is None:
+        tiled = place is None and jax.default_backend() == "cpu"
+    model = model.clone(tiled=tiled)
     params = read_params(source, model, place or _place)
     # Of transformers only tokenizers are wanted: no advice that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -144,7 +151,8 @@ def read_params(source: Source, model: Decoder, place: Place) -> dict[str, Any]:
     Raises:
       ValueError: A tensor is missing, left over, misshapen or of an unknown type.
     """
-    family, tree = _family(source), parameter_shapes(model)
+    family, tree = _family(source), parameter_shapes(model.clone(tiled=False))
+    stored = parameter_shapes(model)
     rows = list(expand(family.rows, model.config.num_layers, tree))
     covered = {path for row in rows for path in row.ours}
     assert covered == set(tree), f"no row for {sorted(set(tree) - covered)}"
@@ -156,6 +164,8 @@ def read_params(source: Source, model: Decoder, place: Place) -> dict[str, Any]:
         array = array.T if row.transpose else array
         cuts = np.cumsum([tree[path][-1] for path in row.ours])[:-1]
         for path, part in zip(row.ours, np.split(array, cuts, axis=-1), strict=True):
+            if len(stored[path]) == 3:
+                part = tile(part.T if path.endswith("/embedding") else part)
             params[path] = place(path, part.astype(model.dtype, order="C"))
     return traverse_util.unflatten_dict(params, sep="/")
 

@@ -52,6 +52,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     window: int | None
     dtype: Any
+    tiled: bool = False
 
     @nn.compact
     def __call__(
@@ -67,7 +68,10 @@ class Attention(nn.Module):
 
         def project(name: str, num_heads: int) -> Array:
             features = num_heads * config.head_dim
-            y = Linear(features, config.qkv_bias, self.dtype, name=name)(x)
+            linear = Linear(
+                features, config.qkv_bias, self.dtype, self.tiled, name=name
+            )
+            y = linear(x)
             return y.reshape(batch, block, num_heads, config.head_dim)
 
         q = project("q_proj", config.num_heads)
@@ -88,7 +92,7 @@ class Attention(nn.Module):
         state = _over_cache(q, keys, values, view, self.window, state)
         y = (state.mixed / state.total[..., None]).astype(self.dtype)
         y = y.transpose(0, 3, 1, 2, 4).reshape(batch, block, -1)
-        out = Linear(width, config.out_bias, self.dtype, name="o_proj")
+        out = Linear(width, config.out_bias, self.dtype, self.tiled, name="o_proj")
         return out(y), keys, values
 
 

@@ -27,6 +27,7 @@ class DecoderLayer(nn.Module):
     config: DecoderConfig
     window: int | None
     dtype: Any
+    tiled: bool
 
     @nn.compact
     def __call__(
@@ -42,13 +43,16 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> Norm:
             return Norm(config.norm, config.norm_eps, self.dtype, name=name)
 
-        attention = Attention(config, self.window, self.dtype, name="self_attn")
+        attention = Attention(
+            config, self.window, self.dtype, self.tiled, name="self_attn"
+        )
         mlp = MLP(
             config.mlp_width,
             config.activation,
             config.gated,
             config.mlp_bias,
             self.dtype,
+            self.tiled,
             name="mlp",
         )
         mixed, keys, values = attention(norm("input_norm")(x), keys, values, view)
@@ -62,6 +66,7 @@ class Decoder(nn.Module):
     Attributes:
       config: Shape and options.
       dtype: Type of parameters, cache, activations and logits.
+      tiled: Whether weights lie in tiles, for CPUs; see `layers`.
 
     Example:
       >>> import jax
@@ -78,6 +83,7 @@ class Decoder(nn.Module):
 
     config: DecoderConfig
     dtype: Any = jnp.float32
+    tiled: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -95,15 +101,18 @@ class Decoder(nn.Module):
     def setup(self):
         """Makes the submodules; their names are the paths of the parameters."""
         c = self.config
-        self.embed_tokens = Embedding(c.vocab_size, c.width, self.dtype)
+        self.embed_tokens = Embedding(
+            c.vocab_size, c.width, self.dtype, self.tiled and c.tied
+        )
         if c.rotary is None:
             self.embed_positions = Embedding(c.max_positions, c.width, self.dtype)
         self.layers = [
-            DecoderLayer(c, c.window(i), self.dtype) for i in range(c.num_layers)
+            DecoderLayer(c, c.window(i), self.dtype, self.tiled)
+            for i in range(c.num_layers)
         ]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         if not c.tied:
-            self.lm_head = Linear(c.vocab_size, False, self.dtype)
+            self.lm_head = Linear(c.vocab_size, False, self.dtype, self.tiled)
 
     def __call__(
         self,

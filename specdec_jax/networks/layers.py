@@ -1,8 +1,18 @@
 """Layers that several networks share: linear, embedding, norms, MLP, rotary.
 
-Weights are stored [in, out] in the compute dtype. In float32 every product asks for
-the highest precision itself, because accelerators otherwise multiply float32 in fewer
-bits and no parity test would hold there. Norms and rotary compute in float32.
+Weights are stored in the compute dtype, as [in, out] or, for CPUs, in tiles:
+
+    [in, out]            row after row, each as long as the layer is wide
+    [out / 64, in, 64]   64 columns after 64 columns, each tile in one piece of memory
+
+A verify pass multiplies a handful of rows, for which a CPU walks down 64 columns at a
+time; in the first layout each step of that walk is a page further on. In tiles the
+whole pass of SmolLM2-135M over 5 tokens takes 27 ms instead of 36, and 24 instead of 26
+over one.
+
+In float32 every product asks for the highest precision itself, because accelerators
+otherwise multiply float32 in fewer bits and no parity test would hold there. Norms and
+rotary compute in float32.
 """
 
 from typing import Any
@@ -27,47 +37,93 @@ def precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
+TILE = 64
+"""Columns of a tile; with 128 a product takes longer than without tiles."""
+
+
+def tile(kernel: Any) -> Any:
+    """Cuts a kernel [in, out] into tiles [out / 64, in, 64]; NumPy's or JAX's arrays.
+
+    Example:
+      >>> tile(jnp.zeros((8, 128))).shape
+      (2, 8, 64)
+    """
+    size, columns = kernel.shape
+    return kernel.reshape(size, columns // TILE, TILE).transpose(1, 0, 2)
+
+
+def _kernel_shape(size: int, columns: int, tiled: bool) -> tuple[int, ...]:
+    """Shape of a kernel; in tiles if they come out even."""
+    if tiled and columns % TILE == 0:
+        return columns // TILE, size, TILE
+    return size, columns
+
+
+def _product(x: Float[Array, "*A D"], kernel: Array) -> Float[Array, "*A F"]:
+    """Returns `x @ kernel`, for both layouts of the kernel."""
+    if kernel.ndim == 2:
+        return jnp.matmul(x, kernel, precision=precision(kernel.dtype))
+    rows = x.reshape(1, -1, x.shape[-1])
+    # One product a tile, as a batch: any other form makes XLA put the tiles together.
+    y = jax.lax.dot_general(
+        jnp.broadcast_to(rows, (len(kernel), *rows.shape[1:])),
+        kernel,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=precision(kernel.dtype),
+    )
+    return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
 class Linear(nn.Module):
-    """Affine map of the last axis; `kernel` is [in, out]."""
+    """Affine map of the last axis; `kernel` is [in, out] or its tiles."""
 
     features: int
     use_bias: bool
     dtype: Any
+    tiled: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*A D"]) -> Float[Array, "*A F"]:
         """Returns `x @ kernel + bias`."""
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape, self.dtype)
-        y = jnp.matmul(x, kernel, precision=precision(self.dtype))
+        shape = _kernel_shape(x.shape[-1], self.features, self.tiled)
+        init = nn.initializers.lecun_normal(-2, -1, range(len(shape) - 2))
+        y = _product(x, self.param("kernel", init, shape, self.dtype))
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, shape[1:], self.dtype)
+            shape = (self.features,)
+            bias = self.param("bias", nn.initializers.zeros, shape, self.dtype)
             y = y + _last(bias, y.ndim)
         return y
 
 
 class Embedding(nn.Module):
-    """Table of vectors, looked up by id; also the LM head when tied."""
+    """Table of vectors [size, width], looked up by id; also the LM head when tied.
+
+    In tiles it is stored as the head's kernel [width, size] would be.
+    """
 
     size: int
     width: int
     dtype: Any
+    tiled: bool = False
 
     def setup(self):
         """Makes the table."""
-        self.embedding = self.param(
-            "embedding",
-            nn.initializers.normal(0.02),
-            (self.size, self.width),
-            self.dtype,
-        )
+        shape = _kernel_shape(self.width, self.size, self.tiled)
+        shape = shape if len(shape) == 3 else (self.size, self.width)
+        init = nn.initializers.normal(0.02)
+        self.embedding = self.param("embedding", init, shape, self.dtype)
 
     def __call__(self, ids: Int[Array, "*A"]) -> Float[Array, "*A D"]:
         """Returns the rows; ids outside the table are clipped into it."""
+        if self.embedding.ndim == 3:
+            ids = jnp.clip(ids, 0, self.size - 1)
+            return self.embedding[ids // TILE, :, ids % TILE]
         return jnp.take(self.embedding, ids, axis=0, mode="clip")
 
     def attend(self, x: Float[Array, "*A D"]) -> Float[Array, "*A V"]:
         """Returns the product of `x` with every row."""
+        if self.embedding.ndim == 3:
+            return _product(x, self.embedding)
         return jnp.einsum(
             "...d,vd->...v", x, self.embedding, precision=precision(self.dtype)
         )
@@ -104,13 +160,14 @@ class MLP(nn.Module):
     gated: bool
     use_bias: bool
     dtype: Any
+    tiled: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*A D"]) -> Float[Array, "*A D"]:
         """Applies the MLP to the last axis."""
 
         def linear(features: int, name: str) -> Linear:
-            return Linear(features, self.use_bias, self.dtype, name=name)
+            return Linear(features, self.use_bias, self.dtype, self.tiled, name=name)
 
         act = ACTIVATIONS[self.activation]
         inner = linear(self.features, "up_proj")(x)

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specdec_jax.rng import first_argmax
 from specdec_jax.sampling import filters, penalties
 from specdec_jax.sampling.penalties import History
 
@@ -78,7 +78,7 @@ def policy(
     logits = _penalise(logits, rows, history)
     best = jnp.max(logits, axis=-1, keepdims=True)
     token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-    is_best = token == lax.argmax(logits, 2, jnp.int32)[..., None]
+    is_best = token == first_argmax(logits)[..., None]
     row = jnp.where(is_best, 0.0, -jnp.inf).astype(logits.dtype)
     if rows.temperature is not None:
         sampled = rows.temperature[:, None, None] > 0
