@@ -9,8 +9,8 @@ from rich.table import Table
 
 from specdec_jax.cli import show
 from specdec_jax.cli.environment import environment
-from specdec_jax.cli.prompts import Entry, read_prompts
-from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
+from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
 
 
 def bench(
@@ -68,7 +68,7 @@ def bench(
     ] = False,
 ) -> int:
     """Times plain and speculative decoding in turns, and what each part costs."""
-    draft = draft or _default_draft(target, draft_num_layers)
+    draft = draft or default_draft(target, draft_num_layers)
     config = {
         "target": target,
         "draft": draft,
@@ -86,8 +86,8 @@ def bench(
         "against": against,
     }
     _check(config)
-    path = prompts or _bundled_prompts()
-    entries = _read(path, num_prompts)
+    path = prompts or bundled_prompts()
+    entries = read_all(path, num_prompts)
     config |= {"prompts": path.name, "num_prompts": len(entries)}
     results = _run(config, entries)
     if as_json:
@@ -95,12 +95,6 @@ def bench(
     else:
         _print(results, config)
     return 0
-
-
-def _default_draft(target: str, draft_num_layers: int | None) -> str:
-    if draft_num_layers is not None:
-        return target
-    return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
 
 
 def _check(config: dict[str, Any]) -> None:
@@ -121,29 +115,6 @@ def _check(config: dict[str, Any]) -> None:
             f"temperature {config['temperature']} and batch_size "
             f"{config['batch_size']}; use 0 and 1"
         )
-
-
-def _bundled_prompts() -> Path:
-    """Returns the prompt file that lies beside the bundled checkpoints."""
-    from specdec_jax.checkpoints.locate import BUNDLED, find_bundled
-
-    if DEFAULT_TARGET in BUNDLED:
-        path = find_bundled(DEFAULT_TARGET).parent / "prompts.jsonl"
-        if path.is_file():
-            return path
-    raise FileNotFoundError("there are no bundled prompts here; give --prompts FILE")
-
-
-def _read(path: Path, num_prompts: int | None) -> list[Entry]:
-    """Returns the prompts; a benchmark with a broken line would be another one."""
-    entries, problems = read_prompts(path)
-    if problems:
-        raise ValueError(f"{path}: line {problems[0].line}: {problems[0].message}")
-    if num_prompts is not None and num_prompts < 1:
-        raise ValueError(f"num_prompts is {num_prompts}; it must be at least 1")
-    if not entries:
-        raise ValueError(f"{path} has no prompts; give at least one line")
-    return entries[:num_prompts]
 
 
 def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
@@ -173,14 +144,10 @@ def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
                 target, draft, config["num_draft_tokens"], **sizes
             )
     budget = config["max_new_tokens"]
-    chats = [entry.is_chat or config["chat"] for entry in entries]
     with show.progress(entries) as advance:
         report = compare(
             decoder,
-            [
-                decoder.chat_prompt(entry.content) if is_chat else entry.content
-                for entry, is_chat in zip(entries, chats, strict=True)
-            ],
+            contents(decoder, entries, config["chat"]),
             max_new_tokens=[entry.max_new_tokens or budget for entry in entries],
             sampling=sampling,
             seed=config["seed"],

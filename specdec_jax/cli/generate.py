@@ -9,7 +9,7 @@ import typer
 from specdec_jax.cli import show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, Problem, read_prompts
-from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
 
 DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 """What a run without any prompt goes on with."""
@@ -149,9 +149,7 @@ def _choose_draft(
     """Returns what drafts: what was named, else what suits the target."""
     if draft:
         return draft if len(draft) > 1 else draft[0]
-    if draft_num_layers is not None:
-        return target
-    return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
+    return default_draft(target, draft_num_layers)
 
 
 def _entries(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec_jax.text.pairing import DEFAULT_TARGET
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -56,6 +58,54 @@ def read_prompts(path: Path) -> tuple[list[Entry], list[Problem]]:
         except ValueError as error:
             problems.append(Problem(number, str(error)))
     return entries, problems
+
+
+def read_all(path: Path, num_prompts: int | None = None) -> list[Entry]:
+    """Returns the first prompts of a file of which every line can be used.
+
+    A measurement with a broken line left out would be another one.
+
+    Raises:
+      FileNotFoundError: There is no such file.
+      ValueError: A line cannot be used, or none is asked for or there.
+    """
+    entries, problems = read_prompts(path)
+    if problems:
+        raise ValueError(f"{path}: line {problems[0].line}: {problems[0].message}")
+    if num_prompts is not None and num_prompts < 1:
+        raise ValueError(f"num_prompts is {num_prompts}; it must be at least 1")
+    if not entries:
+        raise ValueError(f"{path} has no prompts; give at least one line")
+    return entries[:num_prompts]
+
+
+def bundled_prompts() -> Path:
+    """Returns the prompt file that lies beside the bundled checkpoints.
+
+    Raises:
+      FileNotFoundError: There is none.
+    """
+    from specdec_jax.checkpoints.locate import BUNDLED, find_bundled
+
+    if DEFAULT_TARGET in BUNDLED:
+        path = find_bundled(DEFAULT_TARGET).parent / "prompts.jsonl"
+        if path.is_file():
+            return path
+    raise FileNotFoundError("there are no bundled prompts here; give --prompts FILE")
+
+
+def contents(decoder: Any, entries: list[Entry], chat: bool) -> list[Any]:
+    """Returns the prompts as a `SpeculativeDecoder` takes them: text or token ids.
+
+    Args:
+      decoder: Knows the chat template.
+      entries: Lines of a prompt file.
+      chat: Whether a plain text is the user's turn in a chat.
+    """
+    return [
+        decoder.chat_prompt(entry.content) if entry.is_chat or chat else entry.content
+        for entry in entries
+    ]
 
 
 def _entry(line: str, number: int, index: int) -> Entry:

@@ -13,6 +13,18 @@ DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
 """The bundled pair, which the command line uses unless told otherwise."""
 
 
+def default_draft(target: str, draft_num_layers: int | None = None) -> str:
+    """Returns what drafts for a target where nobody said.
+
+    Example:
+      >>> default_draft("pystd-5m"), default_draft("org/name")
+      ('pystd-draft', 'ngram')
+    """
+    if draft_num_layers is not None:
+        return target
+    return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
+
+
 def find_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
     """Returns the acceptance rule of a name; a rule object is returned as it is.
 
