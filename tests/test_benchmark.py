@@ -10,7 +10,7 @@ import tiny
 
 from specdec_jax import Sampling, SpeculativeDecoder, benchmark
 from specdec_jax.base import Params
-from specdec_jax.benchmark import measure, programs
+from specdec_jax.benchmark import programs, units
 from specdec_jax.benchmark.timing import Costs, speedup, speedup_interval
 from specdec_jax.cli import main
 from specdec_jax.cli.bench import _print
@@ -100,7 +100,7 @@ def test_both_arms_decode_the_same_texts(report):
 
 def test_batches_cover_all_prompts_once(decoder):
     plan = decoder.plan([[5] * n for n in (1, 200, 3, 4, 5)], max_new_tokens=2)
-    cut = list(measure._batches(plan, 3))
+    cut = list(units.batches(plan, 3))
     indices = [[request.index for request in requests] for requests, _ in cut]
     assert indices == [[0, 1, 2], [3, 4]]
     assert [batch.tokens.shape for _, batch in cut] == [(4, 256), (2, 256)]
@@ -139,6 +139,24 @@ def test_held_rounds_stay_where_they_are_and_verify_a_full_draft():
         **parts,
     )
     assert (int(tally.rounds), int(tally.wide), int(state.length[0])) == (5, 5, 9)
+
+
+def test_rows_that_run_together_end_with_the_first_and_in_whole_rounds():
+    decoder = SpeculativeDecoder(
+        tiny.ScriptModel(), Params(tiny.script([9, 5, 6] * 9, 4)), drafter=_NGRAM
+    )
+    engine = decoder.engine
+    plan = decoder.plan([[3, 4, 5, 6]] * 3, max_new_tokens=[20, 9, 20])
+    batch = pack(plan, 0, 3)  # of four rows; one only fills it
+    state = start_batch(
+        engine.params, batch, target=engine.target, drafter=engine.drafter
+    )
+    tally, state = units.run_rounds(engine, state, together=True)
+    # Two rounds without a match, two of 3 tokens; another one could be cut.
+    assert state.length[:3].tolist() == 3 * [4 + 1 + 1 + 3 + 3]
+    assert int(tally.uncut_rounds) == 3 * int(tally.rounds)
+    _, state = units.run_rounds(engine, state)
+    assert state.length[:3].tolist() == [24, 13, 24]
 
 
 def test_logits_that_are_not_finite_are_reported():

@@ -4,7 +4,7 @@ Plain is the same target in the K = 0 program, not a speculative program with em
 drafts. On each batch the arms, the parts of a round and the rivals all take turns.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import decode
 from specdec_jax.benchmark import programs
 from specdec_jax.benchmark.report import Report, Rival, Run, Unit
 from specdec_jax.benchmark.timing import alternate, compile_seconds, timed
+from specdec_jax.benchmark.units import batches, check_finite, run_rounds
 from specdec_jax.decode import DecodeState
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.sampling import Sampling
 from specdec_jax.text import SpeculativeDecoder
-from specdec_jax.text.packing import Batch, Plan, Request, pack
+from specdec_jax.text.packing import Batch, Request
 from specdec_jax.text.requests import Prompt
 from specdec_jax.text.running import Engine, start_batch
 
 PART_ROUNDS = 16
 """Rounds that one measurement of a part lasts."""
 
-_TO_THE_END = 2**31 - 1
 _GREEDY = Sampling()
 
 
@@ -99,7 +98,7 @@ def compare(
         first = plan._replace(requests=plan.requests[:batch_size])
         compiling = compile_seconds(lambda: decoder.compile(first))
     units = []
-    for requests, batch in _batches(plan, batch_size):
+    for requests, batch in batches(plan, batch_size):
         arms = {
             name: partial(
                 rival,
@@ -112,21 +111,6 @@ def compare(
         units.append(_measure(decoder.engine, requests, batch, arms, repeats))
         done()
     return Report(units, decoder.drafter.num_nodes, *compiling)
-
-
-def _batches(plan: Plan, batch_size: int) -> Iterator[tuple[list[Request], Batch]]:
-    """Yields the batches of a plan, with the requests in each.
-
-    All have the prompt slots of the widest, so that there is one program of each kind.
-    """
-    size = len(plan.requests)
-    cuts = [(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
-    packed = [pack(plan, first, last) for first, last in cuts]
-    width = max(batch.tokens.shape[1] for batch in packed)
-    for (first, last), batch in zip(cuts, packed, strict=True):
-        missing = width - batch.tokens.shape[1]
-        tokens = np.pad(batch.tokens, ((0, 0), (0, missing)))
-        yield plan.requests[first:last], batch._replace(tokens=tokens)
 
 
 def _measure(
@@ -166,21 +150,13 @@ class _Arm:
         self._prefilled = start_batch(
             engine.params, batch, target=engine.target, drafter=engine.drafter
         )
-        _, self.finished = _decode(self.engine, self._copy(), _TO_THE_END)
-        broken = np.asarray(self.finished.finish)[: len(indices)] == decode.ERROR
-        if broken.any():
-            raise FloatingPointError(
-                f"the target's logits are not finite for prompt "
-                f"{indices[int(broken.argmax())]}; check the checkpoint, or use "
-                "dtype='float32' if it overflows in a smaller one"
-            )
+        _, self.finished = run_rounds(self.engine, self._copy())
+        check_finite(self.finished, indices)
 
     def run(self) -> Run:
         """Decodes the batch to its end."""
         state = self._copy()
-        seconds, (tally, state) = timed(
-            lambda: _decode(self.engine, state, _TO_THE_END)
-        )
+        seconds, (tally, state) = timed(lambda: run_rounds(self.engine, state))
         rows = range(self._size)
         tokens, start, end = jax.device_get(
             (state.tokens, state.prompt_length, state.length)
@@ -219,7 +195,7 @@ def _parts(engine: Engine, plain: _Arm, own: _Arm) -> dict[str, Callable[[], flo
     replaying = jax.tree.map(jnp.copy, middle._replace(drafter_state=draft))
 
     def held(engine):
-        return lambda state: _decode(engine, state, PART_ROUNDS, hold=True)
+        return lambda state: run_rounds(engine, state, PART_ROUNDS, hold=True)
 
     return {
         "step": _each(held(plain.engine), programs.midway(plain.finished, 0)),
@@ -239,17 +215,3 @@ def _each(
         return seconds / PART_ROUNDS
 
     return measure
-
-
-def _decode(
-    engine: Engine, state: DecodeState, num_rounds: int, *, hold: bool = False
-) -> tuple[programs.Tally, DecodeState]:
-    return programs.decode_rounds(
-        engine.params,
-        state,
-        np.int32(num_rounds),
-        np.bool_(hold),
-        target=engine.target,
-        drafter=engine.drafter,
-        rule=engine.rule,
-    )

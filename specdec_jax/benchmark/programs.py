@@ -2,7 +2,8 @@
 
 `decode_rounds` is the deployed loop with a few counters. It can also *hold* its rows:
 every round then starts from the same committed tokens, so that one kind of round is
-measured over and over at one context.
+measured over and over at one context. And it can run them *together*: it then ends with
+the first row, so that every round is a whole one of the whole batch.
 """
 
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def decode_rounds(
     state: decode.DecodeState,
     num_rounds: Int[Array, ""],
     hold: Bool[Array, ""],
+    together: Bool[Array, ""] | bool = False,
     *,
     target: LanguageModel,
     drafter: Drafter,
@@ -60,14 +62,20 @@ def decode_rounds(
       state: Is given up.
       num_rounds: The most rounds.
       hold: Whether every round starts where the first one did and finishes no row.
+      together: Whether to end as soon as a row that ran is finished or has no room for
+        a full draft.
       target: The model whose law the tokens have.
       drafter: Where proposals come from.
       rule: Decides how much of them to keep.
     """
+    idle = state.done
 
     def unfinished(carry):
         tally, state = carry
-        return (tally.rounds < num_rounds) & ~state.done.all()
+        has_room = state.limit - state.length > drafter.depth
+        whole = idle | (~state.done & has_room)
+        more = ~state.done.all() & (whole.all() | ~jnp.asarray(together))
+        return (tally.rounds < num_rounds) & more
 
     def body(carry):
         tally, before = carry
@@ -123,12 +131,31 @@ def draft_rounds(
         return draft, drafter_state, cache
 
     start = (state.drafter_state, state.cache)
-    shapes = jax.eval_shape(lambda: body(0, (None, *start)))[0]
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    blank = blank_draft(params, state, drafter=drafter, rule=rule)
     draft, drafter_state, cache = jax.lax.fori_loop(
         0, num_rounds, body, (blank, *start)
     )
     return draft, state._replace(drafter_state=drafter_state, cache=cache)
+
+
+def blank_draft(
+    params: Params,
+    state: decode.DecodeState,
+    *,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+) -> Draft:
+    """Returns a draft of zeros of the drafter's kind: chain or tree, with laws or not.
+
+    What a round costs does not depend on what is in a draft. Nothing is compiled.
+    """
+
+    def draft(params, state):
+        context = _context(params, state, state.length, state.cache, drafter, rule)
+        return drafter.draft(state.drafter_state, context)[0]
+
+    shapes = jax.eval_shape(draft, params, state)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _context(params, state, length, cache, drafter, rule):
