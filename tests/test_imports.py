@@ -22,6 +22,7 @@ BELOW = {
     "networks": {"base", "cache"},
     "checkpoints": {"base", "cache", "networks"},
     "theory": set(),
+    "calibrate": {"base", "rng", "sampling", "theory", "benchmark", "text"},
 }
 """What each part may import besides itself. Parts that are not listed sit above."""
 

@@ -3,6 +3,7 @@
     timing        one clock: arms that take turns, bootstrap, compiling cold and warm
     programs      what is timed: decoding, drafting alone
     units         batches of equal shape, and running one of them
+    sweep         one drafter at many draft lengths, each against plain decoding
     measure       plain against speculative decoding, batch after batch
     report        what that came to, beside what the cost model predicts
     transformers  the same weights and prompts decoded by transformers (torch)

@@ -23,7 +23,7 @@ from specdec_jax.base import (
     Params,
     RoundContext,
 )
-from specdec_jax.sampling import is_greedy
+from specdec_jax.sampling import History, is_greedy, policy
 
 
 class Tally(NamedTuple):
@@ -131,31 +131,41 @@ def draft_rounds(
         return draft, drafter_state, cache
 
     start = (state.drafter_state, state.cache)
-    blank = blank_draft(params, state, drafter=drafter, rule=rule)
+    shapes = jax.eval_shape(lambda: body(0, (None, *start)))[0]
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     draft, drafter_state, cache = jax.lax.fori_loop(
         0, num_rounds, body, (blank, *start)
     )
     return draft, state._replace(drafter_state=drafter_state, cache=cache)
 
 
-def blank_draft(
+@partial(jax.jit, static_argnames=("target", "width"), donate_argnames=("state",))
+def target_passes(
     params: Params,
     state: decode.DecodeState,
+    num_passes: Int[Array, ""],
     *,
-    drafter: Drafter,
-    rule: AcceptanceRule,
-) -> Draft:
-    """Returns a draft of zeros of the drafter's kind: chain or tree, with laws or not.
+    target: LanguageModel,
+    width: int,
+) -> tuple[Int[Array, "B {width}"], decode.DecodeState]:
+    """Reads a block `num_passes` times at one context, and makes its policy rows.
 
-    What a round costs does not depend on what is in a draft. Nothing is compiled.
+    Each block is what the last one's rows say, and the context is one token shorter
+    every other time: no pass can be left out, or done once for all.
     """
 
-    def draft(params, state):
-        context = _context(params, state, state.length, state.cache, drafter, rule)
-        return drafter.draft(state.drafter_state, context)[0]
+    def body(index, carry):
+        tokens, cache = carry
+        length = state.length - index % 2
+        output, cache = target.apply(params.target, tokens, cache.rewind(length - 1))
+        history = History.chain(state.tokens, length, tokens[:, 1:])
+        rows = policy(output.logits, state.sampling, history)
+        return rng.first_argmax(rows), cache
 
-    shapes = jax.eval_shape(draft, params, state)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    block = jnp.repeat(last, width, axis=1)
+    block, cache = jax.lax.fori_loop(0, num_passes, body, (block, state.cache))
+    return block, state._replace(cache=cache)
 
 
 def _context(params, state, length, cache, drafter, rule):

@@ -33,7 +33,9 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def alternate(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+def alternate(
+    arms: Mapping[str, Callable[[], T]], repeats: int, *, warm_up: bool = True
+) -> dict[str, list[T]]:
     """Runs each arm once to warm up, then all of them in turns.
 
     The order is reversed every other time: what runs after a hungry neighbour does so
@@ -42,6 +44,7 @@ def alternate(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, li
     Args:
       arms: What to run, by name; each returns its own measurement.
       repeats: Turns that count.
+      warm_up: Whether to run each arm once before; not if its programs ran already.
 
     Returns:
       The `repeats` measurements of each arm.
@@ -60,7 +63,7 @@ def alternate(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, li
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1")
     measured: dict[str, list[T]] = {name: [] for name in arms}
-    for run in arms.values():
+    for run in arms.values() if warm_up else ():
         run()
     for repeat in range(repeats):
         names = list(arms)

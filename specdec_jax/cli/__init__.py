@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from specdec_jax.cli.bench import bench
+from specdec_jax.cli.calibrate import calibrate
 from specdec_jax.cli.generate import generate
 from specdec_jax.cli.info import info
 from specdec_jax.cli.theory import theory
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(calibrate)
 app.command()(theory)
 app.command()(info)
 

@@ -1,0 +1,194 @@
+"""`specdec calibrate`: alpha, c and the draft length to use, on your own load."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec_jax.cli import show
+from specdec_jax.cli.environment import environment
+from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
+from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
+
+
+def calibrate(
+    target: Annotated[
+        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
+    ] = DEFAULT_TARGET,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="The same, or ngram. By default the bundled draft for the bundled "
+            "target and ngram for any other."
+        ),
+    ] = None,
+    draft_num_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep that many layers of the draft; of the target where no draft is "
+            "named."
+        ),
+    ] = None,
+    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
+            "bundled ones."
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Use only the first that many.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option()] = 64,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(help="Timed runs of each draft length on each batch.")
+    ] = 3,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16.")
+    ] = "float32",
+    figure: Annotated[
+        Path | None, typer.Option(help="Where to draw it, such as calibration.png.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document.")
+    ] = False,
+) -> int:
+    """Measures draft lengths 0 to 16 on a load, and says which to use, if any."""
+    draft = draft or default_draft(target, draft_num_layers)
+    config = {
+        "target": target,
+        "draft": draft,
+        "draft_num_layers": draft_num_layers,
+        "rule": rule,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "seed": seed,
+        "dtype": dtype,
+    }
+    _check(config, figure)
+    path = prompts or bundled_prompts()
+    entries = read_all(path, num_prompts)
+    config |= {"prompts": path.name, "num_prompts": len(entries)}
+    results = _run(config, entries)
+    if figure is not None:
+        from specdec_jax.calibrate.figure import save_figure
+
+        save_figure(results, figure, _title(config))
+    if as_json:
+        show.document(**results, config=config, environment=environment())
+    else:
+        _print(results, config)
+    return 0
+
+
+def _check(config: dict[str, Any], figure: Path | None) -> None:
+    """Refuses what cannot be measured or drawn, before anything is loaded."""
+    for name, least in (("max_new_tokens", 2), ("batch_size", 1), ("repeats", 1)):
+        if config[name] < least:
+            raise ValueError(f"{name} is {config[name]}; it must be at least {least}")
+    if config["draft"] == "none":
+        raise ValueError("draft is none, and there is nothing to calibrate; name one")
+    if figure is not None:
+        from specdec_jax.calibrate.figure import check_figure
+
+        check_figure(figure)
+
+
+def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
+    """Loads, measures and sums up."""
+    from specdec_jax.calibrate import LENGTHS, calibrate
+    from specdec_jax.compilation import enable_compilation_cache
+    from specdec_jax.sampling import Sampling
+    from specdec_jax.text import SpeculativeDecoder
+
+    sampling = Sampling(
+        temperature=config["temperature"], top_k=config["top_k"], top_p=config["top_p"]
+    )
+    enable_compilation_cache()
+    with show.status(f"loading {config['target']}"):
+        decoder = SpeculativeDecoder.from_pretrained(
+            config["target"],
+            config["draft"],
+            num_draft_tokens=max(LENGTHS),
+            rule=config["rule"],
+            dtype=config["dtype"],
+            draft_num_layers=config["draft_num_layers"],
+        )
+    budget, size = config["max_new_tokens"], config["batch_size"]
+    with show.progress(entries[::size]) as advance:
+        found = calibrate(
+            decoder,
+            contents(decoder, entries, config["chat"]),
+            lengths=LENGTHS,
+            max_new_tokens=[entry.max_new_tokens or budget for entry in entries],
+            sampling=sampling,
+            seed=config["seed"],
+            batch_size=size,
+            repeats=config["repeats"],
+            done=advance,
+        )
+    return found.summary()
+
+
+def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
+    """Prints a row for each draft length, what it rests on, and the verdict."""
+    columns = ("K", "tokens a round", "v(K)", "overhead", "predicted", "measured", "")
+    table = Table(*columns, title=_title(config))
+    for column in table.columns[:5]:
+        column.justify = "right"
+    chosen = results["recommended_num_draft_tokens"]
+    for k, speedup in results["measured_speedup"].items():
+        low, high = results["measured_interval"][k]
+        best = int(k) == chosen
+        table.add_row(
+            k,
+            f"{1 + sum(results['survival_by_length'][k]):.2f}",
+            f"{results['verify_factor'][k]:.2f}",
+            f"{1e3 * results['overhead_seconds'][k]:.2f} ms",
+            f"{results['predicted_speedup'][k]:.2f}",
+            f"{speedup:.2f} ({low:.2f} to {high:.2f})",
+            "use" if best else "",
+            style="bold green" if best else None,
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    lines = {
+        "alpha": "{alpha[value]:.3f} ({alpha[low]:.3f} to {alpha[high]:.3f} over "
+        "prompts)",
+        "cost ratio c": "{cost_ratio:.1f}",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:20}{line.format(**results)}")
+    console.print(
+        f"{'a plain step':20}{1e3 * results['step_seconds']:.3f} ms; a drafted token "
+        f"{1e3 * results['draft_step_seconds']:.3f} ms"
+    )
+    console.print(results["verdict"])
+
+
+def _title(config: dict[str, Any]) -> str:
+    policy = f"temperature {config['temperature']:g}"
+    for name in ("top_k", "top_p"):
+        if config[name] is not None:
+            policy += f", {name} {config[name]:g}"
+    names = [Path(config[name]).name for name in ("target", "draft")]
+    return (
+        f"{names[0]}, draft {names[1]}, batch {config['batch_size']}, {policy}, "
+        f"{config['num_prompts']} prompts of up to {config['max_new_tokens']} tokens"
+    )
