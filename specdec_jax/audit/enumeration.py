@@ -9,6 +9,7 @@ row, a token-wise residual under block acceptance).
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +91,58 @@ def deviation(law: Callable, target: Rows, draft: Rows, **options) -> float:
     """Returns the largest absolute deviation from the target's joint law."""
     emitted = chain_law(law, target, draft, **options)
     return float(np.abs(emitted - completed_law(target)).max())
+
+
+TOLERANCE = 1e-12
+"""Deviation, in probability, that float64 sums over small tables explain."""
+
+SIZES = ((3, 1), (4, 2), (3, 3))
+"""Pairs of vocabulary size and draft length on which `worst_deviation` sums."""
+
+
+def random_tables(
+    seed: int, vocab_size: int, num_draft_tokens: int, *, keep: int | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns policy rows that depend on the context: the target's and the draft's.
+
+    Args:
+      seed: Of the tables.
+      vocab_size: V.
+      num_draft_tokens: K.
+      keep: The draft's rows keep that many tokens, as top-k does; None keeps all.
+    """
+    rng = np.random.default_rng(seed)
+
+    def rows(depth: int) -> np.ndarray:
+        logits = 1.5 * rng.standard_normal((vocab_size,) * (depth + 1))
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    target = [rows(depth) for depth in range(num_draft_tokens + 1)]
+    draft = [rows(depth) for depth in range(num_draft_tokens)]
+    if keep is not None:
+        draft = [_cut(row, keep) for row in draft]
+    return target, draft
+
+
+def _cut(rows: np.ndarray, keep: int) -> np.ndarray:
+    bar = np.sort(rows, axis=-1)[..., -keep, None]
+    kept = np.where(rows >= bar, rows, -np.inf)
+    return kept - np.log(np.exp(kept).sum(-1, keepdims=True))
+
+
+def worst_deviation(rule: Any, sizes: Sequence[tuple[int, int]] = SIZES) -> float:
+    """Returns the largest deviation of a rule's joint law on small random tables.
+
+    Drafts with a law, cut drafts, and drafts without one (deterministic). A lossless
+    rule comes to 1e-15 or so.
+    """
+    worst = 0.0
+    with jax.enable_x64(True):
+        for seed, (vocab_size, num_draft) in enumerate(sizes):
+            for keep in (None, 2):
+                target, draft = random_tables(seed, vocab_size, num_draft, keep=keep)
+                worst = max(worst, deviation(rule.law, target, draft))
+            if not rule.needs_log_probs and num_draft == 2:
+                target, draft = random_tables(seed, vocab_size, num_draft, keep=1)
+                worst = max(worst, deviation(rule.law, target, draft, one_hot=True))
+    return worst

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
+from specdec_jax.cli.audit import audit
 from specdec_jax.cli.bench import bench
 from specdec_jax.cli.calibrate import calibrate
 from specdec_jax.cli.generate import generate
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(theory)
+app.command()(audit)
 app.command()(info)
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: Arguments without the program's name; None takes those of the process.
 
     Returns:
-      The exit code: 0, or 2 for a user's mistake.
+      The exit code: the command's own, or 2 for a user's mistake.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
