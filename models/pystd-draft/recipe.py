@@ -16,7 +16,7 @@ rotary = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 shape = DecoderConfig(
     4096, 112, 2, 8, 4, 16, 192, 1024, norm_eps=1e-5, rotary=rotary, tied=True
 )
-stage = Stage(1300, length=256, batch_size=4, peak=3e-3, greedy=0.2)
+stage = Stage(5200, length=256, batch_size=4, peak=3e-3, greedy=0.2)
 params = train_draft(
     work,
     shape,
@@ -24,7 +24,10 @@ params = train_draft(
     target.params["params"],
     encode(tokenizer, standard_library(held_out=False), eos=1),
     stage._replace(steps=3000, peak=4e-3, greedy=0.0),
-    [stage, stage._replace(steps=900, peak=2e-3, decay=900, variation=0.4, greedy=0.3)],
-    rounds=30,
+    [
+        stage,
+        stage._replace(steps=1400, peak=2e-3, decay=1400, variation=0.4, greedy=0.3),
+    ],
+    rounds=70,
 )
 export(work / "pystd-draft", shape, params, tokenizer, rope_theta=10_000.0)

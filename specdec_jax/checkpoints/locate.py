@@ -8,7 +8,7 @@ from pathlib import Path
 from specdec_jax.checkpoints.folder import open_folder
 from specdec_jax.checkpoints.source import Source
 
-BUNDLED: dict[str, str] = {}
+BUNDLED = {"pystd-5m": "pystd-5m", "pystd-draft": "pystd-draft"}
 """Names of the checkpoints that travel with the library, and their folders."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
