@@ -37,8 +37,9 @@ from specdec_jax.text.running import Engine, start_batch
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Draft lengths that are tried, unless told otherwise."""
 
-HELD_TOKENS = 64
-"""Tokens read in one measurement of a part, so that starting it does not count."""
+HELD_TOKENS, LEAST_HELD = 64, 8
+"""One measurement of a part reads that many tokens, and takes at least that many goes:
+starting a program costs as much as half a plain step of a small model."""
 
 
 class Turn(NamedTuple):
@@ -238,7 +239,7 @@ class _Arm:
 
     def _each(self, repeated: Callable[[int], Any]) -> tuple[float, Any]:
         """Returns the seconds of one of the repeated things, and what they came to."""
-        times = max(HELD_TOKENS // (self.length + 1), 4)
+        times = max(HELD_TOKENS // (self.length + 1), LEAST_HELD)
         seconds, result = timed(lambda: repeated(times))
         return seconds / times, result
 

@@ -148,7 +148,7 @@ def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
 
 def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
     """Prints a row for each draft length, what it rests on, and the verdict."""
-    columns = ("K", "tokens a round", "v(K)", "overhead", "predicted", "measured", "")
+    columns = ("K", "tokens/round", "v(K)", "overhead", "predicted", "measured", "")
     table = Table(*columns, title=_title(config))
     for column in table.columns[:5]:
         column.justify = "right"
