@@ -22,6 +22,16 @@ BELOW = {
     "networks": {"base", "cache"},
     "checkpoints": {"base", "cache", "networks"},
     "theory": set(),
+    "audit": {
+        "base",
+        "rng",
+        "sampling",
+        "acceptance",
+        "state",
+        "verify",
+        "decode",
+        "drafters",
+    },
     "calibrate": {"base", "rng", "sampling", "theory", "benchmark", "text"},
 }
 """What each part may import besides itself. Parts that are not listed sit above."""

@@ -113,11 +113,11 @@ def _places(
 def _rows(
     model: Any, variables: Any, prompt: Sequence[int], sampling: Sampling
 ) -> Float[Array, "S V"]:
-    """Returns the float64 policy row after each token of a prompt."""
+    """Returns the float64 policy row after each token of a prompt, and garbage."""
     tokens = np.zeros((1, bucket(len(prompt))), np.int32)
     tokens[0, : len(prompt)] = prompt
     with jax.enable_x64(False):
-        logits = np.asarray(_logits(variables, tokens, model=model))[0, : len(prompt)]
+        logits = np.asarray(_logits(variables, tokens, model=model))[0]
     return _policy(logits.astype(np.float64), tokens, sampling=sampling)
 
 

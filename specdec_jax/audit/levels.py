@@ -28,7 +28,7 @@ def audit(
     sampling: Sampling,
     *,
     levels: Sequence[str] | None = None,
-    num_samples: int = 2048,
+    num_samples: int = 1024,
     max_new_tokens: int = 32,
     eos_token_ids: Sequence[int] = (),
     seed: int = 0,

@@ -46,7 +46,7 @@ def loop_law(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    num_samples: int = 2048,
+    num_samples: int = 1024,
     seed: int = 0,
     announce: Callable[[Power], Any] = lambda power: None,
 ) -> Evidence:
@@ -75,7 +75,7 @@ def loop_law(
     read = [Prompt.read(subject, tokens, sampling) for tokens in prompts[:NUM_PROMPTS]]
     each = -(-num_samples // len(read))
     size = chunk_rows(subject, each)
-    laws = [first_laws(subject, prompt, sampling, size) for prompt in read]
+    laws = [first_laws(subject, prompt, sampling) for prompt in read]
     known = power(
         np.stack([target for target, _ in laws]),
         np.stack([draft for _, draft in laws]),

@@ -75,7 +75,7 @@ class Power(NamedTuple):
 
     def __str__(self) -> str:
         chances = ", ".join(f"{n} {p:.3f}" for n, p in self.by_fault.items())
-        return f"{self.num_samples} samples of a round's first token; power: {chances}"
+        return f"{self.num_samples} drafted places; power: {chances}"
 
 
 def power(

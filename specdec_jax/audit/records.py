@@ -152,7 +152,7 @@ def _from_lines(path: Path) -> Records:
     return _checked(token, p, q, lambda row: f"{path}: line {numbers[row]}")
 
 
-def _line(line: str) -> tuple[int, list[float], list[float]]:
+def _line(line: str) -> tuple[int, list, list]:
     """Returns one line's fields."""
     try:
         data = json.loads(line)

@@ -25,7 +25,8 @@ from specdec_jax.audit.subject import (
     read_prompt,
     settings,
 )
-from specdec_jax.decode import DecodeState, StepInfo
+from specdec_jax.base import Draft, RoundContext
+from specdec_jax.decode import DecodeState
 from specdec_jax.sampling import History, Sampling, policy
 
 NUM_ROUNDS = 3
@@ -78,7 +79,8 @@ class Prompt(NamedTuple):
         # One round more than is run: no budget shortens a draft.
         budget = block + subject.drafter.depth + 1
         state = begin(subject, [tokens], key, sampling, max_new_tokens=budget)
-        capacity = len(tokens) + block
+        # Of few sizes, like every shape: prompts of any length share programs.
+        capacity = decode.bucket(len(tokens) + block)
         caches = [
             None if model is None else read_prompt(model, variables, tokens, capacity)
             for model, variables in (
@@ -90,19 +92,42 @@ class Prompt(NamedTuple):
 
 
 def first_laws(
-    subject: Subject, prompt: Prompt, sampling: Sampling, rows_at_once: int
+    subject: Subject, prompt: Prompt, sampling: Sampling
 ) -> tuple[Float[np.ndarray, " V"], Float[np.ndarray, " V"]]:
-    """Returns target's and draft's probabilities at the first place, from one round.
+    """Returns the target's and the draft's probabilities at the first place.
 
-    The draft's are zeros where nothing is proposed. A first place is the same in all
-    rows; there are as many as later, so that nothing is compiled twice.
+    They are the same in all rows; the draft's are zeros where nothing is proposed.
     """
-    keys = jax.random.split(jax.random.key(0), rows_at_once)
-    state, infos = _run(subject, prompt, keys, 1)
-    target = np.asarray(_text_laws(subject, prompt, state.tokens, sampling)[:1, 0])
-    draft, drafted = _proposals(infos, target.shape[-1])
-    probs = np.exp(np.asarray(draft[:1, 0, 0])) * np.asarray(drafted[:1, 0, 0, None])
-    return np.exp(target[0]), probs[0]
+    state, vocab_size = prompt.state, subject.target.vocab_size
+    target = _laws(
+        subject.params.target,
+        prompt.reference_cache,
+        state.tokens,
+        np.int32(len(prompt.tokens)),
+        sampling,
+        model=subject.reference,
+        size=1,
+        vocab_size=vocab_size,
+    )
+    draft = _propose(subject.params, state, drafter=subject.drafter)
+    law, drafted = _proposals((draft,), vocab_size)
+    probs = np.exp(np.asarray(law)[0, 0, 0]) * np.asarray(drafted)[0, 0, 0]
+    return np.exp(np.asarray(target)[0, 0]), probs
+
+
+@partial(jax.jit, static_argnames="drafter")
+def _propose(params, state, *, drafter):
+    """Returns what is drafted for the first round of a state."""
+    context = RoundContext(
+        params=params,
+        tokens=state.tokens,
+        length=state.length,
+        max_draft=jnp.full_like(state.length, drafter.depth),
+        sampling=state.sampling,
+        noise=rng.RoundNoise.at(state.key, state.length, rng.DRAFT),
+        target_cache=state.cache,
+    )
+    return drafter.draft(state.drafter_state, context)[0]
 
 
 def sample(
@@ -179,12 +204,11 @@ def _laws(variables, cache, tokens, start, sampling, *, model, size, vocab_size)
 
 
 def _proposals(
-    infos: tuple[StepInfo, ...], vocab_size: int
+    drafts: tuple[Draft, ...], vocab_size: int
 ) -> tuple[Float[Array, "R rounds K V"], Bool[Array, "R rounds K"]]:
     """Returns the laws that the loop was told, one-hot for deterministic drafts."""
     laws, valid = [], []
-    for info in infos:
-        draft = info.draft
+    for draft in drafts:
         tokens = draft.tokens[..., None]
         every = jnp.arange(vocab_size, dtype=jnp.int32)[None, None]
         one_hot = jnp.where(tokens == every, 0.0, -jnp.inf).astype(jnp.float32)
@@ -201,7 +225,7 @@ def _score(tokens, start, infos, target, keys):
     coins = jax.vmap(lambda key: jax.random.uniform(key, (size,), jnp.float32))(
         rng.fold(keys, _COINS)
     )
-    draft, drafted = _proposals(infos, vocab_size)
+    draft, drafted = _proposals(tuple(info.draft for info in infos), vocab_size)
     width = infos[0].tokens.shape[1]
     missing = width - draft.shape[2]
     draft = jnp.pad(draft, ((0, 0), (0, 0), (0, missing), (0, 0)))

@@ -6,6 +6,8 @@ positions, masks, rollback and ragged rows. On real models rounding decides near
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +19,9 @@ from specdec_jax.acceptance import Coupled
 from specdec_jax.audit.bookkeeping import bookkeeping_problems
 from specdec_jax.audit.identity import NEAR_TIE, Difference, explain_difference
 from specdec_jax.audit.subject import Subject, begin, check_finite, finish
-from specdec_jax.decode import DecodeState
+from specdec_jax.decode import DecodeState, take
 from specdec_jax.drafters import NoDrafter
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, SamplingRows
 
 LARGEST_TIE = 0.5
 """Gap in nats above which no rounding, not even bfloat16's, explains a difference."""
@@ -96,11 +98,13 @@ def compare_texts(
     keys = rng.request_keys(jax.random.key(seed), both)
     mixed = _mixed(sampling, size, both)
 
-    def decode(subject: Subject, sampling: Sampling, rows: int) -> DecodeState:
-        state = begin(
-            subject, prompts[:rows], keys[:rows], sampling,
+    def ready(subject: Subject) -> DecodeState:
+        return begin(
+            subject, prompts, keys, mixed,
             max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids,
         )  # fmt: skip
+
+    def decode(subject: Subject, state: DecodeState) -> DecodeState:
         state = finish(subject, state)
         check_finite(state)
         # On the host: what follows looks at single rows.
@@ -110,10 +114,11 @@ def compare_texts(
 
     coupled = Coupled()
     honest = Subject(subject.params, subject.reference, NoDrafter(), coupled)
-    plain = decode(honest, mixed, both)
-    arms = {"coupled": (decode(subject._replace(rule=coupled), mixed, both), both)}
+    plain = decode(honest, ready(honest))
+    start = ready(subject)
+    arms = {"coupled": (decode(subject._replace(rule=coupled), start), both)}
     if subject.rule != coupled:
-        arms["greedy"] = (decode(subject, greedy, size), size)
+        arms["greedy"] = (decode(subject, _greedy_rows(start, size=size)), size)
     identical, found, shares, rounding = 0, [], [], 0.0
     for name, (state, rows) in arms.items():
         for row in range(rows):
@@ -151,13 +156,18 @@ def compare_texts(
     )
 
 
+@partial(jax.jit, static_argnames="size")
+def _greedy_rows(state: DecodeState, *, size: int) -> DecodeState:
+    """Returns the first rows, as a batch in which nothing is ever drawn."""
+    rows = take(state, jnp.arange(size, dtype=jnp.int32))
+    return rows._replace(sampling=SamplingRows())
+
+
 def _mixed(sampling: Sampling, size: int, both: int) -> Sampling:
     """Returns greedy settings for the first `size` rows, the given ones for the rest.
 
     Filters play no part in a greedy row, so only the temperature differs.
     """
-    from dataclasses import replace
-
     temperatures = [0.0] * size + [sampling.temperature] * (both - size)
     return replace(sampling, temperature=temperatures)
 

@@ -66,7 +66,7 @@ def audit(
     ] = None,
     num_samples: Annotated[
         int, typer.Option(help="Rows that the level statistics draws.")
-    ] = 2048,
+    ] = 1024,
     records: Annotated[
         Path | None,
         typer.Option(
