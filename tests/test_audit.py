@@ -369,15 +369,17 @@ def run(pair, capsys):
 
 @pytest.mark.slow
 def test_the_command_says_that_a_pair_is_lossless(run):
-    code, out, err = run("--num-samples", "512", "--num-draft-tokens=2", "--json")
-    assert "512 drafted places; power: " in err
+    levels = [] if FULL else ["--level=exact-law", "--level=identity"]
+    code, out, err = run("--num-samples=512", "--num-draft-tokens=2", "--json", *levels)
     found = json.loads(out)
     assert (code, found["verdict"], found["faults"]) == (0, "lossless", [])
     assert found["exact_law"]["max_deviation"] < 1e-10
-    assert found["enumeration"]["max_deviation"] < 1e-12
-    assert {"p_value", "power"} <= found["statistics"].keys()
     assert found["identity"]["identical"] + found["identity"]["near_ties"] == 6
     assert found["config"]["num_prompts"] == 2 and "versions" in found["environment"]
+    if FULL:
+        assert "512 drafted places; power: " in err
+        assert found["enumeration"]["max_deviation"] < 1e-12
+        assert found["statistics"]["p_value"] > SIZE
 
 
 def test_levels_can_be_chosen(run):

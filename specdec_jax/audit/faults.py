@@ -173,7 +173,7 @@ FAULTS: dict[str, Fault] = {
 }
 """Every fault by its name."""
 
-CONTROLS: dict[str, Any] = {**RULES, "chain": Chain(), "block": BlockLaw()}
+CONTROLS: dict[str, Any] = {**RULES, "block": BlockLaw()}
 """Right rules that no level may object to."""
 
 

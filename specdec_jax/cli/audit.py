@@ -254,7 +254,8 @@ def _print(found: dict[str, Any], config: dict[str, Any]) -> None:
     console = Console(highlight=False)
     for name in ("exact_law", "enumeration", "statistics", "identity"):
         if found[name] is not None:
-            console.print(_table(name.replace("_", " "), _LINES[name](found[name])))
+            title = "records" if "records" in config else name.replace("_", " ")
+            console.print(_table(title, _LINES[name](found[name])))
     if found["faults"]:
         table = Table("fault", "class", "caught by")
         for one in found["faults"]:
