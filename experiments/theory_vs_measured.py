@@ -118,7 +118,10 @@ def _draw_case(axes, one):
     axes.plot(
         list(measured), list(measured.values()), "o", color=common.ORANGE, label="clock"
     )
-    axes.legend(loc="best", fontsize=8)
+    # On white: it may have to lie over the worst of the curves.
+    axes.legend(
+        loc="best", fontsize=8, frameon=True, facecolor="white", edgecolor="none"
+    )
     axes.set(
         title=f"T = {one['temperature']:g}, alpha = {one['alpha']['value']:.2f}, "
         f"c = {one['cost_ratio']:.1f}",
