@@ -8,13 +8,16 @@ import numpy as np
 
 from specdec_jax import rng
 from specdec_jax.audit.evidence import Evidence, Gatherer
-from specdec_jax.audit.power import Power, power
+from specdec_jax.audit.power import Power, power, telling
 from specdec_jax.audit.rounds import Prompt, chunk_rows, first_laws, sample
 from specdec_jax.audit.subject import Subject
 from specdec_jax.sampling import Sampling
 
 NUM_PROMPTS = 4
-"""Prompts that share the sample; tests are pooled over them."""
+"""Contexts that share the sample; tests are pooled over them."""
+
+NUM_LOOKED_AT = 16
+"""Prompts from which they are chosen."""
 
 DRAFT_TOLERANCE = 1e-3
 """Deviation, in probability, that float32 rounding of a draft law explains."""
@@ -54,7 +57,7 @@ def loop_law(
 
     Args:
       subject: What is audited.
-      prompts: Token ids; the first `NUM_PROMPTS` are used.
+      prompts: Token ids; `NUM_PROMPTS` contexts are chosen from them.
       sampling: The policy of target and draft; the temperature must not be 0.
       num_samples: Rows, over all prompts; each runs three rounds.
       seed: Of the rows.
@@ -72,16 +75,10 @@ def loop_law(
     if subject.drafter.num_nodes == 0:
         raise ValueError("nothing is drafted; give a draft and num_draft_tokens >= 1")
     gatherer = Gatherer(TESTS)
-    read = [Prompt.read(subject, tokens, sampling) for tokens in prompts[:NUM_PROMPTS]]
+    read, target, draft = _telling_prompts(subject, prompts, sampling)
     each = -(-num_samples // len(read))
     size = chunk_rows(subject, each)
-    laws = [first_laws(subject, prompt, sampling) for prompt in read]
-    known = power(
-        np.stack([target for target, _ in laws]),
-        np.stack([draft for _, draft in laws]),
-        each,
-        gatherer.num_tests,
-    )
+    known = power(target, draft, each, gatherer.num_tests)
     announce(known)
     for index, prompt in enumerate(read):
         key = jax.random.fold_in(jax.random.key(seed), index)
@@ -98,3 +95,23 @@ def loop_law(
                 drafted=found.drafted,
             )
     return gatherer.evidence(known)
+
+
+def _telling_prompts(
+    subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[list[Prompt], np.ndarray, np.ndarray]:
+    """Returns the contexts that show most, with the laws [C, V] that hold there.
+
+    A prompt often ends where the next token is certain, or where a lookup proposes
+    nothing, so its first two thirds are a context too. They are chosen by the laws
+    alone, before anything is drawn.
+    """
+    whole = list(prompts[:NUM_LOOKED_AT])
+    contexts = whole + [tokens[: -(-2 * len(tokens) // 3)] for tokens in whole]
+    target, draft = first_laws(subject, contexts, sampling)
+    found = telling(target, draft)
+    # Where nothing would show, rows are wasted; one context there must be.
+    num_chosen = int(np.clip((found > 0).sum(), 1, NUM_PROMPTS))
+    best = np.argsort(-found, kind="stable")[:num_chosen]
+    read = [Prompt.read(subject, contexts[i], sampling) for i in best]
+    return read, target[best], draft[best]

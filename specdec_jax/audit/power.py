@@ -78,6 +78,20 @@ class Power(NamedTuple):
         return f"{self.num_samples} drafted places; power: {chances}"
 
 
+def telling(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    """Returns how much a missing residual shifts the leak score at contexts, [C].
+
+    In standard deviations of one token's score; 0 where nothing is proposed.
+    """
+    p, q = np.asarray(target, np.float64), np.asarray(draft, np.float64)
+    weight = np.minimum(q / np.where(p > 0, p, 1), MOST_LEAK)
+    mean = (p * weight).sum(-1)
+    sigma = np.sqrt(np.maximum((p * weight**2).sum(-1) - mean**2, 0))
+    shift = np.abs((_no_residual(p, q) * weight).sum(-1) - mean)
+    found = shift / np.where(sigma > 0, sigma, 1)
+    return np.where((q.sum(-1) > 0.5) & (sigma > 0), found, 0)
+
+
 def power(
     target: np.ndarray, draft: np.ndarray, num_samples: int, num_tests: int
 ) -> Power:

@@ -92,32 +92,29 @@ class Prompt(NamedTuple):
 
 
 def first_laws(
-    subject: Subject, prompt: Prompt, sampling: Sampling
-) -> tuple[Float[np.ndarray, " V"], Float[np.ndarray, " V"]]:
-    """Returns the target's and the draft's probabilities at the first place.
+    subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[Float[np.ndarray, "C V"], Float[np.ndarray, "C V"]]:
+    """Returns the target's and the draft's probabilities right after each prompt.
 
-    They are the same in all rows; the draft's are zeros where nothing is proposed.
+    The draft's are zeros where nothing is proposed.
     """
-    state, vocab_size = prompt.state, subject.target.vocab_size
-    target = _laws(
-        subject.params.target,
-        prompt.reference_cache,
-        state.tokens,
-        np.int32(len(prompt.tokens)),
-        sampling,
-        model=subject.reference,
-        size=1,
-        vocab_size=vocab_size,
+    keys = rng.request_keys(jax.random.key(0), len(prompts))
+    budget = subject.drafter.depth + 1
+    state = begin(subject, prompts, keys, sampling, max_new_tokens=budget)
+    found = _first_laws(
+        subject.params, state, target=subject.target, drafter=subject.drafter
     )
-    draft = _propose(subject.params, state, drafter=subject.drafter)
-    law, drafted = _proposals((draft,), vocab_size)
-    probs = np.exp(np.asarray(law)[0, 0, 0]) * np.asarray(drafted)[0, 0, 0]
-    return np.exp(np.asarray(target)[0, 0]), probs
+    target, draft = jax.device_get(found)
+    return target, draft
 
 
-@partial(jax.jit, static_argnames="drafter")
-def _propose(params, state, *, drafter):
-    """Returns what is drafted for the first round of a state."""
+@partial(jax.jit, static_argnames=("target", "drafter"))
+def _first_laws(params, state, *, target, drafter):
+    last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    cache = state.cache.rewind(state.length - 1)
+    output, _ = target.apply(params.target, last, cache)
+    history = History.plain(state.tokens, state.length)
+    law = jnp.exp(policy(output.logits, state.sampling, history))[:, 0]
     context = RoundContext(
         params=params,
         tokens=state.tokens,
@@ -125,9 +122,11 @@ def _propose(params, state, *, drafter):
         max_draft=jnp.full_like(state.length, drafter.depth),
         sampling=state.sampling,
         noise=rng.RoundNoise.at(state.key, state.length, rng.DRAFT),
-        target_cache=state.cache,
+        target_cache=cache,
     )
-    return drafter.draft(state.drafter_state, context)[0]
+    draft, _, _ = drafter.draft(state.drafter_state, context)
+    told, drafted = _proposals((draft,), law.shape[1])
+    return law, jnp.where(drafted[:, 0, :1], jnp.exp(told[:, 0, 0]), 0)
 
 
 def sample(
