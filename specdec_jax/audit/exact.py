@@ -56,14 +56,14 @@ def exact_law(
       subject: Target, drafter and rule.
       prompts: Token ids; contexts are their beginnings, spread evenly.
       sampling: The policy, of target and draft.
-      num_contexts: How many; None takes 64, fewer for very large vocabularies.
+      num_contexts: How many; None takes 32, fewer for very large vocabularies.
 
     Raises:
       ValueError: No prompt has two tokens, or the rule needs a law that is not there.
     """
     vocab_size = subject.target.vocab_size
     if num_contexts is None:
-        num_contexts = min(64, max(8, 2**30 // vocab_size**2))
+        num_contexts = min(32, max(8, 2**30 // vocab_size**2))
     if subject.draft_model is None and subject.rule.needs_log_probs:
         raise ValueError(
             f"{subject.rule} needs the law of every drafted token and "
