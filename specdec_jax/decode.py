@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specdec_jax import rng
 from specdec_jax.base import (
@@ -90,6 +90,8 @@ class StepInfo(NamedTuple):
     tokens: Int[Array, "B E"]
     """`[:num_emitted]` of each row was emitted."""
     num_emitted: Int[Array, " B"]
+    log_probs: Float[Array, "B E V"]
+    """The policy row that each of these tokens was judged by."""
 
 
 def prefill(
@@ -173,7 +175,9 @@ def step(
     )
     num_emitted, finish = _cut(state, result)
     state = _emit(state, result, num_emitted, finish)
-    return state, StepInfo(result.draft, result.verdict, result.tokens, num_emitted)
+    return state, StepInfo(
+        result.draft, result.verdict, result.tokens, num_emitted, result.log_probs
+    )
 
 
 def run(

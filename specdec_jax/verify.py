@@ -299,19 +299,16 @@ class _Emitted(NamedTuple):
         """Looks up each token in the row of the block slot behind it."""
         if logits.dtype != jnp.float64:  # strict promotion knows no bfloat16 to float32
             logits = logits.astype(jnp.float32)
-        # Not finite if any logit is NaN or +inf, or all are -inf. NaN is looked for by
-        # itself: fused on CPU, exp(NaN) comes out as a number, and so does the sum.
-        norm = jax.nn.logsumexp(logits, axis=-1)
-        finite = jnp.isfinite(norm) & ~jnp.isnan(logits).any(axis=-1)
-        finite = jnp.take_along_axis(finite, slots, axis=1)
-        norm = jnp.take_along_axis(norm, slots, axis=1)
+        norm = jnp.take_along_axis(jax.nn.logsumexp(logits, axis=-1), slots, axis=1)
         rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
         model_log_probs = logits[rows, slots, tokens] - norm
+        policy_log_probs = log_probs[rows, slots, tokens]
         return cls(
             tokens=tokens,
             model_log_probs=model_log_probs.astype(jnp.float32),
-            policy_log_probs=log_probs[rows, slots, tokens].astype(jnp.float32),
-            finite=finite,
+            policy_log_probs=policy_log_probs.astype(jnp.float32),
+            # A policy row without a finite maximum is NaN throughout.
+            finite=~jnp.isnan(policy_log_probs),
         )
 
 

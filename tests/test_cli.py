@@ -176,6 +176,19 @@ LINES = [
 ]
 
 
+def test_a_trace_goes_to_a_page(run, tmp_path):
+    path = tmp_path / "page.html"
+    code, out, err = run("on the", "--trace", str(path))
+    assert code == 0
+    assert str(path) in err
+    assert 'class="t ' in path.read_text(encoding="utf-8")
+
+    missing = str(tmp_path / "nowhere" / "page.html")
+    code, out, err = run("on the", "--trace", missing)
+    assert (code, out) == (2, "")
+    assert "there is no folder" in err
+
+
 def test_a_prompt_file_gives_lines_and_names_what_it_cannot_use(run, tmp_path):
     path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     path.write_text("\n".join(LINES))

@@ -69,6 +69,10 @@ def generate(
     batch_size: Annotated[
         int, typer.Option(help="Prompts decoded together at the most.")
     ] = 8,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a page of every token's decision to this HTML file."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document.")
     ] = False,
@@ -106,6 +110,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         chat=chat,
         batch_size=batch_size,
+        trace=_writable(trace),
     )
     entries, problems = _entries(prompt, prompts, chat)
     if prompts is None and output is not None:
@@ -125,6 +130,7 @@ class _Job(NamedTuple):
     max_new_tokens: int
     chat: bool
     batch_size: int
+    trace: Path | None
 
     def describe(self) -> dict[str, Any]:
         """Returns everything that decides the texts, as plain values for JSON."""
@@ -180,7 +186,8 @@ def _run(
     for problem in problems:
         show.note(f"{path}: line {problem.line}: {problem.message}")
     with show.status("compiling"), show.clock(timing, "compile_seconds"):
-        decoder.compile(plan, batch_size=job.batch_size)
+        traced = job.trace is not None
+        decoder.compile(plan, batch_size=job.batch_size, trace=traced)
 
     contents = {entry.index: entry.content for entry in entries}
     texts = path is None and not as_json
@@ -190,7 +197,10 @@ def _run(
     with show.lines(path, output, as_json) as lines, show.progress(contents) as done:
         with show.clock(timing, "decode_seconds"):
             for piece in decoder.run(
-                plan, batch_size=job.batch_size, rounds_per_look=looks
+                plan,
+                batch_size=job.batch_size,
+                rounds_per_look=looks,
+                trace=traced,
             ):
                 pieces.append(piece)
                 if live:
@@ -200,6 +210,8 @@ def _run(
                     lines(show.record(piece.result, contents[piece.index]))
                     done()
     results.sort(key=lambda result: result.index)
+    if job.trace is not None:
+        _write_page(job, results, decoder.tokenizer)
     tokens = sum(result.num_tokens for result in results)
     timing["tokens_per_second"] = tokens / max(timing["decode_seconds"], 1e-9)
     if as_json:
@@ -215,6 +227,27 @@ def _run(
         show.summary(results, timing["tokens_per_second"])
     _complain(results, problems, len(entries) + len(problems))
     return 0
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Returns the path; a file that cannot be written is an error before the work."""
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"--trace {path}: there is no folder {path.parent}")
+    return path
+
+
+def _write_page(job: _Job, results: list[Any], tokenizer: Any) -> None:
+    from specdec_jax.text.page import page
+
+    assert job.trace is not None
+    told = job.describe()
+    facts = {name: told[name] for name in ("target", "draft", "rule", "seed")}
+    facts["draft tokens a round"] = told["num_draft_tokens"]
+    settings = told["sampling"].items()
+    default = dataclasses.asdict(type(job.settings["sampling"])())
+    facts |= {name: value for name, value in settings if value != default[name]}
+    job.trace.write_text(page(results, tokenizer, settings=facts), encoding="utf-8")
+    show.note(f"wrote {job.trace}")
 
 
 def _load(job: _Job) -> Any:

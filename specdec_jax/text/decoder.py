@@ -129,6 +129,7 @@ class SpeculativeDecoder:
         eos_token_id: int | Sequence[int] | None = None,
         min_new_tokens: int = 0,
         stop: str | Sequence[str] = (),
+        trace: bool = False,
     ) -> list[Result]:
         """Decodes all prompts as one batch.
 
@@ -147,6 +148,7 @@ class SpeculativeDecoder:
           min_new_tokens: EOS ids are impossible before that many new tokens.
           stop: Strings that end a text. They are looked for in new text only, are no
             part of it, and may begin and end anywhere in a token.
+          trace: Whether the results have a `trace` of their rounds; see `trace.Trace`.
 
         Returns:
           One result a prompt, in order.
@@ -166,8 +168,8 @@ class SpeculativeDecoder:
             min_new_tokens=min_new_tokens,
             stop=stop,
         )
-        found = self.run(plan, rounds_per_look=ROUNDS_PER_LOOK if plan.stop else None)
-        return collect(found)
+        looks = ROUNDS_PER_LOOK if plan.stop else None
+        return collect(self.run(plan, rounds_per_look=looks, trace=trace))
 
     def stream(
         self,
@@ -248,6 +250,7 @@ class SpeculativeDecoder:
         *,
         batch_size: int | None = None,
         rounds_per_look: int | None = ROUNDS_PER_LOOK,
+        trace: bool = False,
     ) -> Iterator[Piece]:
         """Decodes planned requests and yields pieces of their texts as they come.
 
@@ -256,6 +259,7 @@ class SpeculativeDecoder:
           batch_size: Rows of a batch at the most; None makes one batch of all.
           rounds_per_look: Rounds on the device between two looks of the host. None
             runs each batch to its end in one go, with one piece a request.
+          trace: Whether the results have a `trace` of their rounds.
 
         Yields:
           Pieces; the last one of each request has its result. Non-finite logits end a
@@ -267,13 +271,19 @@ class SpeculativeDecoder:
         if batch_size is None:
             batch_size = max(len(plan.requests), 1)
         return pieces(
-            self.engine, plan, batch_size=batch_size, rounds_per_look=rounds_per_look
+            self.engine,
+            plan,
+            batch_size=batch_size,
+            rounds_per_look=rounds_per_look,
+            traced=trace,
         )
 
-    def compile(self, plan: Plan, *, batch_size: int | None = None) -> None:
+    def compile(
+        self, plan: Plan, *, batch_size: int | None = None, trace: bool = False
+    ) -> None:
         """Compiles the programs that `run` needs; runs nothing."""
         size = batch_size or max(len(plan.requests), 1)
-        compile_programs(self.engine, plan, batch_size=size)
+        compile_programs(self.engine, plan, batch_size=size, traced=trace)
 
     def encode(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """Returns the tokens of a prompt, as the target will read them.

@@ -23,6 +23,7 @@ from specdec_jax.text.results import (
     Result,
     acceptance_histogram,
 )
+from specdec_jax.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Look(NamedTuple):
     """Tokens drafted in each round since the last look."""
     emitted: Int[Array, "B R"]
     """Tokens emitted in each round since the last look."""
+    trace: Trace | None
+    """The rounds since the last look, if the run is traced."""
 
 
 def collect(pieces: Iterable[Piece]) -> list[Result]:
@@ -90,6 +93,7 @@ class Row:
         self._text = TextFollower(tokenizer, stop)
         self._num_tokens = 0
         self._num_drafted = 0
+        self._rounds: list[Trace] = []
 
     def read(self, look: Look, place: int, follow: bool) -> Iterator[Piece]:
         """Yields the pieces that are new in row `place`, and the last one if it ended.
@@ -112,6 +116,8 @@ class Row:
                     length, reason = at + 1, "stop"
                     break
         self.done = reason != "running"
+        if look.trace is not None:
+            self._rounds.append(_own_rounds(look.trace, place, start + length))
         if self.done:
             yield self._end(look, place, length, reason, follow)
         self._num_tokens = length
@@ -147,9 +153,15 @@ class Row:
             num_drafted=num_drafted,
             num_accepted=sum(ORIGINS[origin] == "accepted" for origin in origins),
             acceptance_histogram=histogram,
+            trace=self._trace(),
         )
         last = result.origins[-1] if origins else ""
         return Piece(self._request.index, tail, last, result)
+
+    def _trace(self) -> Trace | None:
+        if not self._rounds:
+            return None
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *self._rounds)
 
     def _counts(
         self, look: Look, place: int, origins: list[int], reason: str
@@ -168,3 +180,10 @@ class Row:
         rounds = np.searchsorted(reached, len(origins) - self._num_tokens) + 1
         drafted = self._num_drafted + int(look.drafted[place, :rounds].sum())
         return sum(histogram), drafted, histogram
+
+
+def _own_rounds(trace: Trace, place: int, end: int) -> Trace:
+    """Returns the rounds [R, ...] of one row that began before its text's end."""
+    own = jax.tree.map(lambda leaf: leaf[place], trace)
+    happened = (own.num_emitted > 0) & (own.start < end)
+    return jax.tree.map(lambda leaf: leaf[happened], own)

@@ -7,7 +7,9 @@ a stop string cut therefore follow from the origins of the tokens that stay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from specdec_jax.trace import Trace
 
 ORIGINS = ("prompt", "accepted", "corrected", "bonus")
 """Names of `decode.PROMPT`, `ACCEPTED`, `CORRECTED` and `BONUS`."""
@@ -36,6 +38,8 @@ class Result:
       num_drafted: Tokens proposed in these rounds.
       num_accepted: Proposed tokens that were emitted.
       acceptance_histogram: Entry n is the number of rounds that emitted n drafts.
+      trace: What every round did, without the axis of rows, if that was asked for. The
+        last round may have emitted more than a stop string left of it.
     """
 
     index: int
@@ -51,6 +55,7 @@ class Result:
     num_drafted: int
     num_accepted: int
     acceptance_histogram: list[int]
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:

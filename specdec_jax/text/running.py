@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specdec_jax import decode
+from specdec_jax import decode, trace
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
 from specdec_jax.text.following import Look, Piece, Row
 from specdec_jax.text.packing import Batch, Plan, pack
@@ -37,7 +37,12 @@ class Engine(NamedTuple):
 
 
 def pieces(
-    engine: Engine, plan: Plan, *, batch_size: int, rounds_per_look: int | None
+    engine: Engine,
+    plan: Plan,
+    *,
+    batch_size: int,
+    rounds_per_look: int | None,
+    traced: bool = False,
 ) -> Iterator[Piece]:
     """Decodes the requests, batch after batch, and yields their text as it comes.
 
@@ -47,6 +52,7 @@ def pieces(
       batch_size: Rows of a batch at the most.
       rounds_per_look: Rounds between two looks of the host. None: each request comes
         as one last piece without text.
+      traced: Whether the results have their rounds.
 
     Raises:
       ValueError: A size is below 1, or stop strings come without looks.
@@ -58,11 +64,15 @@ def pieces(
             f"batch_size is {batch_size} and rounds_per_look {rounds_per_look}; both "
             "must be at least 1"
         )
-    return _pieces(engine, plan, batch_size, rounds_per_look)
+    return _pieces(engine, plan, batch_size, rounds_per_look, traced)
 
 
 def _pieces(
-    engine: Engine, plan: Plan, batch_size: int, rounds_per_look: int | None
+    engine: Engine,
+    plan: Plan,
+    batch_size: int,
+    rounds_per_look: int | None,
+    traced: bool,
 ) -> Iterator[Piece]:
     for first in range(0, len(plan.requests), batch_size):
         last = min(first + batch_size, len(plan.requests))
@@ -73,7 +83,7 @@ def _pieces(
         batch = pack(plan, first, last)
         stopped = np.zeros(len(batch.length), bool)
         follow = rounds_per_look is not None
-        for look in _looks(engine, batch, stopped, rounds_per_look):
+        for look in _looks(engine, batch, stopped, rounds_per_look, traced):
             for place, row in enumerate(rows):
                 if not row.done:
                     yield from row.read(look, place, follow)
@@ -82,7 +92,9 @@ def _pieces(
                 break
 
 
-def compile_programs(engine: Engine, plan: Plan, *, batch_size: int) -> None:
+def compile_programs(
+    engine: Engine, plan: Plan, *, batch_size: int, traced: bool = False
+) -> None:
     """Compiles what `pieces` would run, once for each shape; runs nothing."""
     shapes = set()
     for first in range(0, len(plan.requests), batch_size):
@@ -96,7 +108,13 @@ def compile_programs(engine: Engine, plan: Plan, *, batch_size: int) -> None:
         stopped = np.zeros(len(batch.length), bool)
         start_batch.lower(engine.params, batch, **parts).compile()
         _advance.lower(
-            engine.params, state, stopped, _TO_THE_END, rule=rule, **parts
+            engine.params,
+            state,
+            stopped,
+            _TO_THE_END,
+            rule=rule,
+            traced=traced,
+            **parts,
         ).compile()
 
 
@@ -109,21 +127,31 @@ def _parts(engine: Engine) -> dict[str, Any]:
 
 
 def _looks(
-    engine: Engine, batch: Batch, stopped: np.ndarray, rounds_per_look: int | None
+    engine: Engine,
+    batch: Batch,
+    stopped: np.ndarray,
+    rounds_per_look: int | None,
+    traced: bool,
 ) -> Iterator[Look]:
     """Runs a batch and yields what the host sees after every piece of the run.
 
     Rows that the caller marks in `stopped` in between emit nothing any more.
     """
     num_rounds = _TO_THE_END
-    if rounds_per_look is not None:
-        num_rounds = np.int32(min(rounds_per_look, MAX_ROUNDS_PER_LOOK))
+    if rounds_per_look is not None or traced:
+        most = MAX_ROUNDS_PER_LOOK
+        num_rounds = np.int32(min(rounds_per_look or most, most))
     state = start_batch(
         engine.params, batch, target=engine.target, drafter=engine.drafter
     )
     while True:
         state, look = _advance(
-            engine.params, state, stopped.copy(), num_rounds, **_parts(engine)
+            engine.params,
+            state,
+            stopped.copy(),
+            num_rounds,
+            traced=traced,
+            **_parts(engine),
         )
         yield jax.device_get(look)
 
@@ -156,7 +184,7 @@ def start_batch(
 
 @partial(
     jax.jit,
-    static_argnames=("target", "drafter", "rule"),
+    static_argnames=("target", "drafter", "rule", "traced"),
     donate_argnames=("state",),
 )
 def _advance(
@@ -168,6 +196,7 @@ def _advance(
     target: LanguageModel,
     drafter: Drafter,
     rule: AcceptanceRule,
+    traced: bool,
 ) -> tuple[decode.DecodeState, Look]:
     """Freezes rows, then runs `num_rounds` rounds or until all rows are finished.
 
@@ -175,23 +204,28 @@ def _advance(
     """
 
     def unfinished(carry):
-        index, state, _, _ = carry
+        index, state, *_ = carry
         return (index < num_rounds) & ~state.done.all()
 
     def body(carry):
-        index, state, drafted, emitted = carry
+        index, before, drafted, emitted, rounds = carry
         state, info = decode.step(
-            params, state, target=target, drafter=drafter, rule=rule
+            params, before, target=target, drafter=drafter, rule=rule
         )
         num_drafted = jnp.where(info.num_emitted > 0, info.draft.num_valid, 0)
         drafted = drafted.at[:, index].set(num_drafted, mode="drop")
         emitted = emitted.at[:, index].set(info.num_emitted, mode="drop")
-        return index + 1, state, drafted, emitted
+        if rounds is not None:
+            rounds = trace.record(rounds, index, before, info)
+        return index + 1, state, drafted, emitted, rounds
 
     state = decode.freeze(state, stopped)
     blank = jnp.zeros((len(stopped), MAX_ROUNDS_PER_LOOK), jnp.int32)
-    carry = (jnp.zeros((), jnp.int32), state, blank, jnp.zeros_like(blank))
-    _, state, drafted, emitted = jax.lax.while_loop(unfinished, body, carry)
+    rounds = None
+    if traced:
+        rounds = trace.blank(len(stopped), MAX_ROUNDS_PER_LOOK, drafter)
+    carry = (jnp.zeros((), jnp.int32), state, blank, jnp.zeros_like(blank), rounds)
+    _, state, drafted, emitted, rounds = jax.lax.while_loop(unfinished, body, carry)
     look = Look(
         state.tokens,
         state.length,
@@ -202,5 +236,6 @@ def _advance(
         state.counts,
         drafted,
         emitted,
+        rounds,
     )
     return state, look
