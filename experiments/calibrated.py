@@ -1,4 +1,4 @@
-"""What the experiments on draft lengths share: a pair, its prompts, its calibration."""
+"""What experiments on a pair of models share: the pair, its prompts, a calibration."""
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,7 @@ def calibration(config, batch_size, temperature):
       batch_size: Prompts decoded together.
       temperature: 0 is greedy.
     """
-    compilation.enable_compilation_cache()
-    if config.target == "random":
-        decoder, prompts = random_pair(), [[5, 7, 5], [9, 2]][: config.num_prompts]
-    else:
-        decoder = SpeculativeDecoder.from_pretrained(config.target, config.draft)
-        entries = read_all(bundled_prompts(), config.num_prompts)
-        prompts = contents(decoder, entries, chat=False)
+    decoder, prompts = pair(config)
     found = calibrate(
         decoder,
         prompts,
@@ -37,6 +31,22 @@ def calibration(config, batch_size, temperature):
         repeats=config.repeats,
     )
     return found.summary()
+
+
+def pair(config, **options):
+    """Returns the decoder that a config names, and its prompts.
+
+    Args:
+      config: Has target, draft and num_prompts. The target "random" is two tiny models
+        that nobody trained.
+      **options: Of `SpeculativeDecoder.from_pretrained`.
+    """
+    compilation.enable_compilation_cache()
+    if config.target == "random":
+        return random_pair(), [[5, 7, 5], [9, 2]][: config.num_prompts]
+    decoder = SpeculativeDecoder.from_pretrained(config.target, config.draft, **options)
+    entries = read_all(bundled_prompts(), config.num_prompts)
+    return decoder, contents(decoder, entries, chat=False)
 
 
 def random_pair():

@@ -28,6 +28,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from specdec_jax.calibrate import figure
 from specdec_jax.cli.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,19 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 BLUE, ORANGE, GREEN, RED, GREY = "#1f6fb2", "#e07b00", "#2a8f4d", "#c5342b", "#8a8a8a"
 """Ours, theirs, kept, dropped, and whatever is only for comparison."""
 
-STYLE = {
-    "figure.dpi": 100,
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
+STYLE = figure.STYLE | {"figure.dpi": 100}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and says which level sees them.
 
 from specdec_jax.audit.exact import exact_law
 from specdec_jax.audit.identity import NEAR_TIE, Difference, explain_difference
-from specdec_jax.audit.levels import LEVELS, audit, enumerate_rules
+from specdec_jax.audit.levels import LEVELS, audit, check_levels, enumerate_rules
 from specdec_jax.audit.loop_law import loop_law
 from specdec_jax.audit.records import Records, audit_records, read_records
 from specdec_jax.audit.report import Report
@@ -23,6 +23,7 @@ __all__ = [
     "Subject",
     "audit",
     "audit_records",
+    "check_levels",
     "compare_texts",
     "enumerate_rules",
     "exact_law",

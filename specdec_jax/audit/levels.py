@@ -57,11 +57,7 @@ def audit(
     if levels is None:
         greedy = sampling.temperature == 0
         levels = [name for name in LEVELS if name != "statistics" or not greedy]
-    for name in levels:
-        if name not in LEVELS:
-            raise ValueError(
-                f"there is no level {name!r}; offered are {', '.join(LEVELS)}"
-            )
+    check_levels(levels)
     if not prompts:
         raise ValueError("there are no prompts; give at least one")
     if subject.drafter.num_nodes == 0:
@@ -81,6 +77,15 @@ def audit(
     found = {name: runs[name]() for name in LEVELS if name in levels}
     small = jnp.finfo(dtype).bits < 32
     return Report(**found, draft_tolerance=0.1 if small else DRAFT_TOLERANCE)
+
+
+def check_levels(levels: Sequence[str] | None) -> None:
+    """Raises a ValueError for a level that is none of `LEVELS`; None names none."""
+    for name in levels or ():
+        if name not in LEVELS:
+            raise ValueError(
+                f"there is no level {name!r}; offered are {', '.join(LEVELS)}"
+            )
 
 
 def enumerate_rules(rule: Any) -> Enumerated:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec_jax.cli import show
+from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
 from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
@@ -19,44 +19,20 @@ _VERDICTS = {"lossless": "bold green", "not lossless": "bold red"}
 
 
 def audit(
-    target: Annotated[
-        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
-    ] = DEFAULT_TARGET,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="The same, or ngram. By default the bundled draft for the bundled "
-            "target and ngram for any other."
-        ),
-    ] = None,
-    draft_num_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep that many layers of the draft; of the target where no draft is "
-            "named."
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        int, typer.Option(help="Tokens drafted a round, K; at least 1.")
-    ] = 4,
-    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
+    target: options.Target = DEFAULT_TARGET,
+    draft: options.Draft = None,
+    draft_num_layers: options.DraftNumLayers = None,
+    num_draft_tokens: options.NumDraftTokens = 4,
+    rule: options.Rule = "rejection",
     temperature: Annotated[
         float,
         typer.Option(help="Of the sampled text; 0 leaves out the level statistics."),
     ] = 1.0,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
-            "bundled ones."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16.")
-    ] = "float32",
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    prompts: options.Prompts = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "float32",
     level: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,9 +60,7 @@ def audit(
     all_faults: Annotated[
         bool, typer.Option("--all-faults", help="Plant every fault in turn.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Audits whether speculative text has the target's distribution.
 
@@ -160,28 +134,15 @@ def _audit(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
     """Loads the pair and runs the levels."""
     import jax.numpy as jnp
 
-    from specdec_jax.audit import LEVELS, Subject
+    from specdec_jax.audit import Subject, check_levels
     from specdec_jax.audit import audit as run_levels
     from specdec_jax.sampling import Sampling
-    from specdec_jax.text import SpeculativeDecoder
 
-    for name in config["levels"] or ():
-        if name not in LEVELS:
-            raise ValueError(
-                f"there is no level {name!r}; offered are {', '.join(LEVELS)}"
-            )
+    check_levels(config["levels"])
     sampling = Sampling.from_options(
         {name: config[name] for name in ("temperature", "top_k", "top_p")}
     )
-    with show.status(f"loading {config['target']}"):
-        decoder = SpeculativeDecoder.from_pretrained(
-            config["target"],
-            config["draft"],
-            num_draft_tokens=config["num_draft_tokens"],
-            rule=config["rule"],
-            dtype=config["dtype"],
-            draft_num_layers=config["draft_num_layers"],
-        )
+    decoder = options.load_decoder(config)
     budget = 32
     prompts = [
         decoder.encode(content, budget) for content in contents(decoder, entries, False)

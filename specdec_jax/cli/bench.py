@@ -1,71 +1,40 @@
 """`specdec bench`: does speculation pay here, and what would the cost model say."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec_jax.cli import show
+from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
 from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
 
 
 def bench(
-    target: Annotated[
-        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
-    ] = DEFAULT_TARGET,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="The same, or ngram. By default the bundled draft for the bundled "
-            "target and ngram for any other."
-        ),
-    ] = None,
-    draft_num_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep that many layers of the draft; of the target where no draft is "
-            "named."
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        int, typer.Option(help="Tokens drafted a round, K; at least 1.")
-    ] = 4,
-    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
-            "bundled ones."
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Use only the first that many.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option()] = 64,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    target: options.Target = DEFAULT_TARGET,
+    draft: options.Draft = None,
+    draft_num_layers: options.DraftNumLayers = None,
+    num_draft_tokens: options.NumDraftTokens = 4,
+    rule: options.Rule = "rejection",
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 64,
+    batch_size: options.BatchSize = 1,
     repeats: Annotated[
         int, typer.Option(help="Timed runs of each arm on each batch.")
     ] = 5,
-    seed: Annotated[int, typer.Option()] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16.")
-    ] = "float32",
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "float32",
     against: Annotated[
         str | None,
         typer.Option(help="transformers: also time its plain and assisted decoding."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Times plain and speculative decoding in turns, and what each part costs."""
     draft = draft or default_draft(target, draft_num_layers)
@@ -120,28 +89,20 @@ def _check(config: dict[str, Any]) -> None:
 def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
     """Loads, measures and sums up."""
     from specdec_jax.benchmark import compare
-    from specdec_jax.compilation import enable_compilation_cache
     from specdec_jax.sampling import Sampling
-    from specdec_jax.text import SpeculativeDecoder
 
-    enable_compilation_cache()
-    target, draft = config["target"], config["draft"]
-    sizes = {"draft_num_layers": config["draft_num_layers"], "dtype": config["dtype"]}
     sampling = Sampling(temperature=config["temperature"], top_p=config["top_p"])
+    decoder = options.load_decoder(config)
     rivals = {}
-    with show.status(f"loading {target}"):
-        decoder = SpeculativeDecoder.from_pretrained(
-            target,
-            draft,
-            num_draft_tokens=config["num_draft_tokens"],
-            rule=config["rule"],
-            **sizes,
-        )
-        if config["against"]:
-            from specdec_jax.benchmark import transformers
+    if config["against"]:
+        from specdec_jax.benchmark import transformers
 
+        names = ("num_draft_tokens", "draft_num_layers", "dtype")
+        with show.status("loading transformers"):
             rivals = transformers.load_rivals(
-                target, draft, config["num_draft_tokens"], **sizes
+                config["target"],
+                config["draft"],
+                **{name: config[name] for name in names},
             )
     budget = config["max_new_tokens"]
     with show.progress(entries) as advance:

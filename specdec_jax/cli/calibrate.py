@@ -7,62 +7,34 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec_jax.cli import show
+from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
 from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
 
 
 def calibrate(
-    target: Annotated[
-        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
-    ] = DEFAULT_TARGET,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="The same, or ngram. By default the bundled draft for the bundled "
-            "target and ngram for any other."
-        ),
-    ] = None,
-    draft_num_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep that many layers of the draft; of the target where no draft is "
-            "named."
-        ),
-    ] = None,
-    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
-            "bundled ones."
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Use only the first that many.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option()] = 64,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    target: options.Target = DEFAULT_TARGET,
+    draft: options.Draft = None,
+    draft_num_layers: options.DraftNumLayers = None,
+    rule: options.Rule = "rejection",
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 64,
+    batch_size: options.BatchSize = 1,
     repeats: Annotated[
         int, typer.Option(help="Timed runs of each draft length on each batch.")
     ] = 3,
-    seed: Annotated[int, typer.Option()] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16.")
-    ] = "float32",
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "float32",
     figure: Annotated[
         Path | None, typer.Option(help="Where to draw it, such as calibration.png.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Measures draft lengths 0 to 16 on a load, and says which to use, if any."""
     draft = draft or default_draft(target, draft_num_layers)
@@ -113,23 +85,12 @@ def _check(config: dict[str, Any], figure: Path | None) -> None:
 def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
     """Loads, measures and sums up."""
     from specdec_jax.calibrate import LENGTHS, calibrate
-    from specdec_jax.compilation import enable_compilation_cache
     from specdec_jax.sampling import Sampling
-    from specdec_jax.text import SpeculativeDecoder
 
     sampling = Sampling(
         temperature=config["temperature"], top_k=config["top_k"], top_p=config["top_p"]
     )
-    enable_compilation_cache()
-    with show.status(f"loading {config['target']}"):
-        decoder = SpeculativeDecoder.from_pretrained(
-            config["target"],
-            config["draft"],
-            num_draft_tokens=max(LENGTHS),
-            rule=config["rule"],
-            dtype=config["dtype"],
-            draft_num_layers=config["draft_num_layers"],
-        )
+    decoder = options.load_decoder(config, num_draft_tokens=max(LENGTHS))
     budget, size = config["max_new_tokens"], config["batch_size"]
     with show.progress(entries[::size]) as advance:
         found = calibrate(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from specdec_jax.cli import show
+from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, Problem, read_prompts
 from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
@@ -26,9 +26,7 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(help="Where --prompts writes; stdout by default.")
     ] = None,
-    target: Annotated[
-        str, typer.Option(help="Checkpoint: name, folder, file or hub id.")
-    ] = DEFAULT_TARGET,
+    target: options.Target = DEFAULT_TARGET,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,36 +34,26 @@ def generate(
             "bundled target and ngram for any other."
         ),
     ] = None,
-    draft_num_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep that many layers of the draft; of the target where no draft is "
-            "named."
-        ),
-    ] = None,
+    draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: Annotated[
         int, typer.Option(help="Tokens drafted a round, K; 0 is plain decoding.")
     ] = 4,
-    rule: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
+    rule: options.Rule = "rejection",
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     repetition_penalty: Annotated[float, typer.Option()] = 1.0,
     draft_temperature: Annotated[
         float | None, typer.Option(help="The draft's own; the target's by default.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option()] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a text; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
-    ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16.")
-    ] = "float32",
+    seed: options.Seed = 0,
+    chat: options.Chat = False,
+    dtype: options.Dtype = "float32",
     batch_size: Annotated[
         int, typer.Option(help="Prompts decoded together at the most.")
     ] = 8,
@@ -73,9 +61,7 @@ def generate(
         Path | None,
         typer.Option(help="Write a page of every token's decision to this HTML file."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Goes on with prompts, drafting and verifying; greedy unless told otherwise."""
     from specdec_jax.sampling import Sampling
@@ -179,7 +165,7 @@ def _run(
 ) -> int:
     """Loads, compiles, decodes and writes; returns the exit code."""
     timing: dict[str, float] = {}
-    with show.status(f"loading {job.target}"), show.clock(timing, "load_seconds"):
+    with show.clock(timing, "load_seconds"):
         decoder = _load(job)
     plan, entries, misfits = _plan(decoder, job, entries, tolerant=path is not None)
     problems = sorted([*problems, *misfits])
@@ -252,12 +238,10 @@ def _write_page(job: _Job, results: list[Any], tokenizer: Any) -> None:
 
 def _load(job: _Job) -> Any:
     """Loads the checkpoints; a missing bundled one is told what to use instead."""
-    from specdec_jax.compilation import enable_compilation_cache
-    from specdec_jax.text import SpeculativeDecoder
-
-    enable_compilation_cache()
     try:
-        return SpeculativeDecoder.from_pretrained(job.target, job.draft, **job.options)
+        return options.load_decoder(
+            {"target": job.target, "draft": job.draft, **job.options}
+        )
     except FileNotFoundError as error:
         if job.target != DEFAULT_TARGET:
             raise

@@ -1,0 +1,70 @@
+"""Flags that several commands share, and loading what they name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specdec_jax.cli import show
+
+Target = Annotated[str, typer.Option(help="Checkpoint: name, folder, file or hub id.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="The same, or ngram. By default the bundled draft for the bundled target "
+        "and ngram for any other."
+    ),
+]
+DraftNumLayers = Annotated[
+    int | None,
+    typer.Option(
+        help="Keep that many layers of the draft; of the target where no draft is "
+        "named."
+    ),
+]
+NumDraftTokens = Annotated[
+    int, typer.Option(help="Tokens drafted a round, K; at least 1.")
+]
+Rule = Annotated[str, typer.Option(help="rejection or coupled.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Keep only that many tokens.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep the likeliest tokens up to that mass.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help='JSON lines: {"prompt": ...} or {"messages": [...]}; by default the '
+        "bundled ones."
+    ),
+]
+NumPrompts = Annotated[int | None, typer.Option(help="Use only the first that many.")]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Prompts are the user's turn in a chat.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Budget of each prompt.")]
+BatchSize = Annotated[int, typer.Option(help="Prompts decoded together.")]
+Seed = Annotated[int, typer.Option(help="Of the requests, from 0 to 2^32 - 1.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
+    """Loads what a command's config names, through the compilation cache on disk.
+
+    Args:
+      config: Has target and draft, and what of the other arguments of
+        `SpeculativeDecoder.from_pretrained` the command offers.
+      **replaced: Arguments that the config does not decide.
+    """
+    from specdec_jax.compilation import enable_compilation_cache
+    from specdec_jax.text import SpeculativeDecoder
+
+    enable_compilation_cache()
+    names = ("num_draft_tokens", "rule", "dtype", "draft_num_layers")
+    options = {name: config[name] for name in names if name in config} | replaced
+    with show.status(f"loading {config['target']}"):
+        return SpeculativeDecoder.from_pretrained(
+            config["target"], config["draft"], **options
+        )
