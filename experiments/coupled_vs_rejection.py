@@ -38,10 +38,10 @@ class Config:
 
     target: str = DEFAULT_TARGET
     draft: str = DEFAULT_DRAFT
-    temperatures: tuple[float, ...] = (0.5, 1.0, 1.5)
+    temperatures: tuple[float, ...] = (0.5, 1.0)
     num_draft_tokens: int = 4
     num_prompts: int = 24
-    repeats: int = 8
+    repeats: int = 2
     max_new_tokens: int = 64
     contexts_each: int = 8
 

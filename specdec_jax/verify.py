@@ -214,6 +214,8 @@ def _run_one(branches, chosen, operands, cache):
     XLA copies what a conditional's branches write to, the whole cache in each round;
     it does not copy what loops carry. So each branch is a loop of one pass or none.
     """
+    # Traced once, for its shapes and for its loop.
+    branches = {name: jax.jit(branch) for name, branch in branches.items()}
     shapes = jax.eval_shape(branches[1], operands, cache)
     results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:-1])
 

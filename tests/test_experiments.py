@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec_jax.audit import faults
+
 FOLDER = Path(__file__).parent.parent / "experiments"
 SCRIPTS = sorted(
     path
@@ -118,3 +120,35 @@ def test_the_rule_traces_the_worked_examples_as_the_notes_do():
         assert law["rule"] == pytest.approx(law["formula"], abs=1e-12)
         off = one["simulated_tokens"] - one["expected_tokens"]
         assert abs(off) < 4 * one["standard_error"]
+
+
+README = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_says_what_was_measured(load):
+    runs = results("headline")["runs"]
+    rows = load(FOLDER / "headline.py").rows(runs)
+    assert len(rows) == 8
+    for row in rows:
+        assert row in README
+    for run in runs.values():
+        assert run["command"] in README.replace(" \\\n    ", " ")
+        assert run["transformers"]["texts_different"] == 0
+    capacity = json.loads((FOLDER / "results" / "capacity.json").read_text())
+    assert f"costs {capacity['ratio']:.2f} times one of 256" in README
+    assert f"{len(faults.FAULTS)} planted faults" in README
+
+
+def test_right_rules_keep_the_law_and_each_shortcut_is_detected():
+    found = results("lossless")
+    for one in found["arms"]:
+        bias, length = one["bias"], one["length"]
+        assert one["rounds"] == 50_000
+        assert one["detected"] != one["lossless"]
+        off = abs(bias["measured"] - bias["exact"]) / bias["standard_error"]
+        assert off < 4
+        assert length["p_value"] > 1e-4
+        if one["lossless"]:
+            off = abs(length["mean"] - length["theory_mean"])
+            assert off < 4 * length["standard_error"]
+    assert found["greedy"]["different_tokens"] == 0

@@ -16,7 +16,7 @@ rotary = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 shape = DecoderConfig(
     4096, 112, 2, 8, 4, 16, 192, 1024, norm_eps=1e-5, rotary=rotary, tied=True
 )
-stage = Stage(5200, length=256, batch_size=4, peak=3e-3, greedy=0.2)
+stage = Stage(15500, length=256, batch_size=4, peak=3e-3, greedy=0.2)
 params = train_draft(
     work,
     shape,
@@ -26,7 +26,7 @@ params = train_draft(
     stage._replace(steps=3000, peak=4e-3, greedy=0.0),
     [
         stage,
-        stage._replace(steps=1400, peak=2e-3, decay=1400, variation=0.4, greedy=0.3),
+        stage._replace(steps=1800, peak=2e-3, decay=1800, variation=0.4, greedy=0.3),
     ],
     rounds=70,
 )

@@ -24,7 +24,7 @@ from specdec_jax.text.packing import Batch, Request
 from specdec_jax.text.requests import Prompt
 from specdec_jax.text.running import Engine, start_batch
 
-PART_ROUNDS = 16
+PART_ROUNDS = 64
 """Rounds that one measurement of a part lasts."""
 
 _GREEDY = Sampling()
@@ -192,6 +192,7 @@ def _parts(engine: Engine, plain: _Arm, own: _Arm) -> dict[str, Callable[[], flo
         programs.midway(own.finished, drafter.depth), num_rounds=np.int32(1)
     )
     replay = programs.Replay(drafter.num_nodes, drafter.depth, drafter.hidden_layers)
+    discarding = jax.tree.map(jnp.copy, middle)
     replaying = jax.tree.map(jnp.copy, middle._replace(drafter_state=draft))
 
     def held(engine):
@@ -199,6 +200,9 @@ def _parts(engine: Engine, plain: _Arm, own: _Arm) -> dict[str, Callable[[], flo
 
     return {
         "step": _each(held(plain.engine), programs.midway(plain.finished, 0)),
+        "drafted_step": _each(
+            held(engine._replace(drafter=programs.Discarding(drafter))), discarding
+        ),
         "verify": _each(held(engine._replace(drafter=replay)), replaying),
         "draft": _each(partial(draft_rounds, num_rounds=PART_ROUNDS), middle),
     }

@@ -231,3 +231,52 @@ class Replay:
     def update(self, params, state, context, draft, target_output, verdict):
         """Returns the state as it is."""
         return state
+
+
+@dataclass(frozen=True)
+class Discarding:
+    """Drafts as another drafter does and proposes nothing: a plain step follows.
+
+    In the loop it leaves the cost of drafting beside a target pass, which has used the
+    processor's caches in the meantime.
+    """
+
+    drafter: Drafter
+
+    @property
+    def num_nodes(self) -> int:
+        """The other's."""
+        return self.drafter.num_nodes
+
+    @property
+    def depth(self) -> int:
+        """The other's."""
+        return self.drafter.depth
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The other's."""
+        return self.drafter.hidden_layers
+
+    def init(self, *arguments, **options):
+        """Returns the other's state."""
+        return self.drafter.init(*arguments, **options)
+
+    def prefill(self, *arguments):
+        """Reads one chunk of the prompts."""
+        return self.drafter.prefill(*arguments)
+
+    def draft(self, state, context):
+        """Returns a draft without valid nodes."""
+        draft, state, cache = self.drafter.draft(state, context)
+        # Beyond the compiler's sight: what is drafted could else be left out.
+        drafted = jax.lax.optimization_barrier(draft)
+        return (
+            drafted._replace(num_valid=jnp.zeros_like(draft.num_valid)),
+            state,
+            cache,
+        )
+
+    def update(self, *arguments):
+        """Learns from the round."""
+        return self.drafter.update(*arguments)

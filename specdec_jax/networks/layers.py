@@ -74,6 +74,17 @@ def _product(x: Float[Array, "*A D"], kernel: Array) -> Float[Array, "*A F"]:
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
 
 
+def _param(module: Any, name: str, init: Any, shape: tuple[int, ...]) -> Array:
+    """Returns a parameter of the module; makes it under `init`.
+
+    `Module.param` compares shapes by tracing `init` anew in every call, a fifth of the
+    time that tracing a program takes. Whoever loads weights has compared them.
+    """
+    if module.has_variable("params", name):
+        return module.get_variable("params", name)
+    return module.param(name, init, shape, module.dtype)
+
+
 class Linear(nn.Module):
     """Affine map of the last axis; `kernel` is [in, out] or its tiles."""
 
@@ -87,10 +98,10 @@ class Linear(nn.Module):
         """Returns `x @ kernel + bias`."""
         shape = _kernel_shape(x.shape[-1], self.features, self.tiled)
         init = nn.initializers.lecun_normal(-2, -1, range(len(shape) - 2))
-        y = _product(x, self.param("kernel", init, shape, self.dtype))
+        y = _product(x, _param(self, "kernel", init, shape))
         if self.use_bias:
             shape = (self.features,)
-            bias = self.param("bias", nn.initializers.zeros, shape, self.dtype)
+            bias = _param(self, "bias", nn.initializers.zeros, shape)
             y = y + _last(bias, y.ndim)
         return y
 
@@ -111,7 +122,7 @@ class Embedding(nn.Module):
         shape = _kernel_shape(self.width, self.size, self.tiled)
         shape = shape if len(shape) == 3 else (self.size, self.width)
         init = nn.initializers.normal(0.02)
-        self.embedding = self.param("embedding", init, shape, self.dtype)
+        self.embedding = _param(self, "embedding", init, shape)
 
     def __call__(self, ids: Int[Array, "*A"]) -> Float[Array, "*A D"]:
         """Returns the rows; ids outside the table are clipped into it."""
@@ -144,10 +155,10 @@ class Norm(nn.Module):
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        scale = self.param("scale", ones, x.shape[-1:], self.dtype)
+        scale = _param(self, "scale", ones, x.shape[-1:])
         y = y * _last(scale, y.ndim).astype(jnp.float32)
         if self.kind == "layer":
-            bias = self.param("bias", zeros, x.shape[-1:], self.dtype)
+            bias = _param(self, "bias", zeros, x.shape[-1:])
             y = y + _last(bias, y.ndim).astype(jnp.float32)
         return y.astype(self.dtype)
 
