@@ -103,7 +103,7 @@ def _models(config):
     like = table(keys[0], config.vocab_size)
     return target, Params(
         *(
-            jax.tree.map(lambda leaf, r=row: jnp.zeros_like(leaf) + r, like)
+            jax.tree.map(lambda leaf, r=row: jnp.broadcast_to(r, leaf.shape), like)
             for row in (p, q)
         )
     )
