@@ -234,12 +234,8 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Discarding:
-    """Drafts as another drafter does and proposes nothing: a plain step follows.
-
-    In the loop it leaves the cost of drafting beside a target pass, which has used the
-    processor's caches in the meantime.
-    """
+class Around:
+    """What a drafter around another drafter takes over from it: its shape."""
 
     drafter: Drafter
 
@@ -257,6 +253,15 @@ class Discarding:
     def hidden_layers(self) -> tuple[int, ...]:
         """The other's."""
         return self.drafter.hidden_layers
+
+
+@dataclass(frozen=True)
+class Discarding(Around):
+    """Drafts as another drafter does and proposes nothing: a plain step follows.
+
+    In the loop it leaves the cost of drafting beside a target pass, which has used the
+    processor's caches in the meantime.
+    """
 
     def init(self, *arguments, **options):
         """Returns the other's state."""

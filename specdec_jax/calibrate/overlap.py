@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.base import Draft, Drafter, Noise, Verdict
+from specdec_jax.base import Draft, Noise, Verdict
+from specdec_jax.benchmark.programs import Around
 from specdec_jax.benchmark.sweep import with_length
 from specdec_jax.benchmark.units import batches, check_finite, run_rounds
 from specdec_jax.calibrate.bootstrap import Estimate, estimate
@@ -127,28 +128,11 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Witness:
+class Witness(Around):
     """Drafts as another drafter does, and adds up how its law overlaps the target's.
 
     The state is the other's, the sum and the number of places of each row.
     """
-
-    drafter: Drafter
-
-    @property
-    def num_nodes(self) -> int:
-        """The other's."""
-        return self.drafter.num_nodes
-
-    @property
-    def depth(self) -> int:
-        """The other's."""
-        return self.drafter.depth
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The other's."""
-        return self.drafter.hidden_layers
 
     def init(self, params, batch_size, capacity, inputs=None):
         """Returns sums of nothing."""
