@@ -19,14 +19,13 @@ from dataclasses import dataclass
 
 import calibrated
 import common
-import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from specdec_jax import Sampling
 from specdec_jax.acceptance import RULES
-from specdec_jax.sampling import History, policy
+from specdec_jax.audit import Subject
+from specdec_jax.audit.rounds import first_laws
 from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
 
 NAMES = {"rejection": common.BLUE, "coupled": common.ORANGE}
@@ -66,7 +65,7 @@ def _case(config, decoder, prompts, temperature):
         )
         loops[name] = _counted(texts)
     contexts = _contexts(config, texts[: len(prompts)])
-    distance, coupled = _laws(engine, sampling, contexts)
+    distance, coupled = _laws(decoder, sampling, contexts)
     bound = (1 - distance) / (1 + distance)
     return {
         "temperature": temperature,
@@ -113,29 +112,11 @@ def _contexts(config, results):
     return contexts
 
 
-def _laws(engine, sampling, contexts):
+def _laws(decoder, sampling, contexts):
     """Returns the distance and the coupled acceptance at each context."""
-    width = -(-max(map(len, contexts)) // 64) * 64
-    rows = sampling.rows(1, engine.target.vocab_size)
-
-    @jax.jit
-    def both(params, tokens, length):
-        history = History.plain(tokens, length)
-        laws = []
-        for model, variables in (
-            (engine.target, params.target),
-            (engine.drafter.model, params.draft),
-        ):
-            output, _ = model.apply(variables, tokens, model.init_cache(1, width))
-            last = jax.lax.dynamic_slice_in_dim(output.logits, length[0] - 1, 1, axis=1)
-            laws.append(policy(last, rows, history)[0, 0])
-        return laws
-
     found = []
-    for context in contexts:
-        tokens = jnp.array([context + [0] * (width - len(context))], jnp.int32)
-        laws = both(engine.params, tokens, jnp.array([len(context)], jnp.int32))
-        p, q = (np.exp(np.asarray(law, np.float64)) for law in laws)
+    for laws in zip(*first_laws(Subject.of(decoder), contexts, sampling), strict=True):
+        p, q = (np.asarray(law, np.float64) for law in laws)
         p, q = p / p.sum(), q / q.sum()
         found.append((np.abs(p - q).sum() / 2, coupled_acceptance(p, q)))
     distance, coupled = np.array(found).T

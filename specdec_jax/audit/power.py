@@ -84,10 +84,10 @@ def telling(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
     In standard deviations of one token's score; 0 where nothing is proposed.
     """
     p, q = np.asarray(target, np.float64), np.asarray(draft, np.float64)
-    weight = np.minimum(q / np.where(p > 0, p, 1), MOST_LEAK)
-    mean = (p * weight).sum(-1)
-    sigma = np.sqrt(np.maximum((p * weight**2).sum(-1) - mean**2, 0))
-    shift = np.abs((_no_residual(p, q) * weight).sum(-1) - mean)
+    weight = _leak_weight(p, q)
+    mean, variance = _moments(p, weight)
+    sigma = np.sqrt(np.maximum(variance, 0))
+    shift = np.abs(_moments(_no_residual(p, q), weight)[0] - mean)
     found = shift / np.where(sigma > 0, sigma, 1)
     return np.where((q.sum(-1) > 0.5) & (sigma > 0), found, 0)
 
@@ -112,14 +112,10 @@ def power(
     p, q = np.asarray(target, np.float64), np.asarray(draft, np.float64)
     drafted = q.sum(-1) > 0.5
     p, q = p[drafted], q[drafted]
-    weight = np.minimum(q / np.where(p > 0, p, 1), MOST_LEAK)
+    weight = _leak_weight(p, q)
     bar = -NormalDist().inv_cdf(SIZE / num_tests / 2)
 
-    def moments(law):
-        mean = (law * weight).sum(-1)
-        return mean, (law * weight**2).sum(-1) - mean**2
-
-    mean, variance = moments(p)
+    mean, variance = _moments(p, weight)
     sigma = math.sqrt(max(num_samples * variance.sum(), 0.0))
     chances = {}
     for name, law_of in NAMED.items():
@@ -130,11 +126,22 @@ def power(
             impossible = 1 - math.exp(-num_samples * leaking)
         else:
             impossible = 0.0
-        faulty, spread = moments(law)
+        faulty, spread = _moments(law, weight)
         shift = num_samples * (faulty - mean).sum()
         width = math.sqrt(max(num_samples * spread.sum(), 0.0))
         chances[name] = max(impossible, _beyond(bar * sigma, shift, width))
     return Power(num_samples * len(target), chances)
+
+
+def _leak_weight(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Returns the leak score of each token."""
+    return np.minimum(q / np.where(p > 0, p, 1), MOST_LEAK)
+
+
+def _moments(law: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and variance [C] of a score under a law."""
+    mean = (law * weight).sum(-1)
+    return mean, (law * weight**2).sum(-1) - mean**2
 
 
 def _beyond(bar: float, mean: float, sigma: float) -> float:

@@ -200,11 +200,12 @@ def _decision(emitted: _Emitted, log_prob: float) -> dict[str, str]:
     if node is not None:
         rows["decision"] = "drafted and accepted"
         rows |= _laws(node)
-    elif emitted.rejected:
-        rows["decision"] = "the draft was rejected, this was drawn in its place"
-        rows["p(token)"] = _number(emitted.p)
     else:
-        rows["decision"] = "drawn from the target: nothing was drafted here"
+        rows["decision"] = (
+            "the draft was rejected, this was drawn in its place"
+            if emitted.rejected
+            else "drawn from the target: nothing was drafted here"
+        )
         rows["p(token)"] = _number(emitted.p)
     rows["target entropy"] = f"{emitted.target_entropy:.3f} nats"
     rows["raw model"] = f"{_number(math.exp(log_prob))} ({log_prob:.3f} nats)"
