@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from specdec_jax import Sampling
-from specdec_jax.calibrate.bootstrap import estimate
+from specdec_jax.benchmark.bootstrap import estimate
 from specdec_jax.calibrate.overlap import overlaps
 from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
 

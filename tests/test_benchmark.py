@@ -113,7 +113,7 @@ def test_held_rounds_stay_where_they_are_and_verify_a_full_draft():
     )
     engine = decoder.engine
     parts = {"target": engine.target, "rule": engine.rule}
-    batch = pack(decoder.plan([[3, 4, 5, 6]], max_new_tokens=9), 0, 1)
+    batch = pack(decoder.plan([[3, 4, 5, 6]], max_new_tokens=9), [0])
     state = start_batch(
         engine.params, batch, target=engine.target, drafter=engine.drafter
     )
@@ -147,7 +147,7 @@ def test_rows_that_run_together_end_with_the_first_and_in_whole_rounds():
     )
     engine = decoder.engine
     plan = decoder.plan([[3, 4, 5, 6]] * 3, max_new_tokens=[20, 9, 20])
-    batch = pack(plan, 0, 3)  # of four rows; one only fills it
+    batch = pack(plan, range(3))  # of four rows; one only fills it
     state = start_batch(
         engine.params, batch, target=engine.target, drafter=engine.drafter
     )

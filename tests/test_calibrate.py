@@ -16,9 +16,9 @@ from throwaway import Tree
 
 from specdec_jax import Sampling, SpeculativeDecoder
 from specdec_jax.base import Params
+from specdec_jax.benchmark.bootstrap import Estimate, estimate
 from specdec_jax.benchmark.sweep import Sweep, Turn, with_length
 from specdec_jax.calibrate import calibrate, choose, prediction
-from specdec_jax.calibrate.bootstrap import Estimate, estimate
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
 from specdec_jax.cli import main
 from specdec_jax.cli.calibrate import _print

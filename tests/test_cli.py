@@ -208,6 +208,7 @@ def test_a_prompt_file_gives_lines_and_names_what_it_cannot_use(run, tmp_path):
     code, document, _ = run(*options, "--output", str(output), "--json")
     assert code == 2
     written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len({line.pop("run") for line in written}) == 1
     assert sorted(written, key=lambda r: r["index"]) == json.loads(document)["requests"]
     assert {r["index"]: r["token_ids"] for r in written} == {
         r["index"]: r["token_ids"] for r in results

@@ -175,7 +175,7 @@ def ids_of(results):
 def test_a_request_uses_the_key_folded_with_its_place():
     decoder = tabled()
     plan = decoder.plan(IDS, seed=3, sampling=DRAWN)
-    batch = packing.pack(plan, 0, 4)
+    batch = packing.pack(plan, range(4))
     state = running.start_batch(
         decoder.engine.params, batch, target=TABLE, drafter=decoder.drafter
     )
@@ -502,7 +502,7 @@ def test_a_misspelt_option_is_an_error():
     [
         ({"num_draft_tokens": -1}, r"num_draft_tokens is -1"),
         ({"rule": "rejecton"}, r"did you mean 'rejection'"),
-        ({"mesh": 3}, r"mesh is not available"),
+        ({"mesh": "rows=2"}, r"'rows' = '2' is no axis"),
         ({"draft": ["ngram", "none"]}, r"staged drafts are not available"),
         ({"draft": "ngram", "draft_num_layers": 1}, r"draft_num_layers is 1"),
         ({"draft": 7}, r"draft is 7"),

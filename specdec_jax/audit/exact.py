@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from specdec_jax.audit.subject import Subject, settings
 from specdec_jax.base import Draft
 from specdec_jax.decode import bucket
+from specdec_jax.drafters.model import fit_vocabulary
 from specdec_jax.sampling import History, Sampling, policy
 
 TOLERANCE = 1e-10
@@ -138,10 +139,8 @@ def _logits(variables, tokens, *, model):
 
 @partial(jax.jit, static_argnames="vocab_size")
 def _fit(rows: Float[Array, "S U"], vocab_size: int) -> Float[Array, "S V"]:
-    """Cuts ids that the target lacks; ids that the draft lacks become impossible."""
-    missing = max(vocab_size - rows.shape[1], 0)
-    rows = jnp.pad(rows, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    return jax.nn.log_softmax(rows[:, :vocab_size], axis=-1)
+    """Returns the draft's laws over the target's ids."""
+    return jax.nn.log_softmax(fit_vocabulary(rows, vocab_size), axis=-1)
 
 
 @partial(jax.jit, static_argnames="rule")

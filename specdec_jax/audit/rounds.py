@@ -27,6 +27,7 @@ from specdec_jax.audit.subject import (
 )
 from specdec_jax.base import Draft, RoundContext
 from specdec_jax.decode import DecodeState
+from specdec_jax.drafters.model import fit_vocabulary
 from specdec_jax.sampling import History, Sampling, policy
 
 NUM_ROUNDS = 3
@@ -193,10 +194,7 @@ def _laws(variables, cache, tokens, start, sampling, *, model, size, vocab_size)
     block = jax.lax.dynamic_slice_in_dim(tokens, start - 1, size, axis=1)
     own = jnp.minimum(block, model.vocab_size - 1)
     logits = model.apply(variables, own, cache)[0].logits
-    missing = max(vocab_size - logits.shape[-1], 0)
-    logits = jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)[
-        ..., :vocab_size
-    ]
+    logits = fit_vocabulary(logits, vocab_size)
     length = jnp.broadcast_to(start, (batch,))
     history = History.chain(tokens, length, block[:, 1:])
     return policy(logits, settings(sampling, batch, vocab_size, start), history)

@@ -148,7 +148,11 @@ class _Arm:
     def __init__(self, engine: Engine, batch: Batch, indices: list[int]):
         self.engine, self._size = engine, len(indices)
         self._prefilled = start_batch(
-            engine.params, batch, target=engine.target, drafter=engine.drafter
+            engine.params,
+            batch,
+            target=engine.target,
+            drafter=engine.drafter,
+            placement=engine.placement,
         )
         _, self.finished = run_rounds(self.engine, self._copy())
         check_finite(self.finished, indices)

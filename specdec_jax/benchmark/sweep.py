@@ -228,6 +228,7 @@ class _Arm:
             batch,
             target=self.engine.target,
             drafter=self.starter,
+            placement=self.engine.placement,
         )
         histogram = state.counts.histogram[:, : self.length + 1]
         return jax.block_until_ready(

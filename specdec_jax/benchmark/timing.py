@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from specdec_jax.benchmark.bootstrap import estimate
+
 T = TypeVar("T")
 
 _CACHE_SETTINGS = {
@@ -99,9 +101,7 @@ def speedup(baseline: Costs, candidate: Costs, units: Any = slice(None)) -> floa
     return candidate.tokens_per_second(units) / slow if slow else float("nan")
 
 
-def speedup_interval(
-    baseline: Costs, candidate: Costs, *, level: float = 0.9, draws: int = 2000
-) -> tuple[float, float]:
+def speedup_interval(baseline: Costs, candidate: Costs) -> tuple[float, float]:
     """Returns the bootstrap interval of `speedup` over units.
 
     Units are drawn, not rounds: rounds of one text are correlated (ALGORITHMS C.2).
@@ -111,11 +111,15 @@ def speedup_interval(
       >>> speedup_interval(same, same)
       (1.0, 1.0)
     """
-    size = len(baseline.seconds)
-    draw = np.random.default_rng(0).integers(0, size, (draws, size))
-    ratios = [speedup(baseline, candidate, units) for units in draw]
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+
+    def ratio(weights):
+        def rate(costs):
+            return weights @ costs.tokens / (weights @ costs.seconds)
+
+        return rate(candidate) / rate(baseline)
+
+    found = estimate(ratio, len(baseline.seconds))
+    return found.low, found.high
 
 
 def compile_seconds(compile_all: Callable[[], Any]) -> tuple[float, float]:

@@ -21,7 +21,7 @@ def batches(plan: Plan, batch_size: int) -> Iterator[tuple[list[Request], Batch]
     """
     size = len(plan.requests)
     cuts = [(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
-    packed = [pack(plan, first, last) for first, last in cuts]
+    packed = [pack(plan, range(first, last)) for first, last in cuts]
     width = max(batch.tokens.shape[1] for batch in packed)
     for (first, last), batch in zip(cuts, packed, strict=True):
         missing = width - batch.tokens.shape[1]

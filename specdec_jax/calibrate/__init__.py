@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.benchmark.bootstrap import Estimate
 from specdec_jax.benchmark.sweep import LENGTHS, Sweep, sweep
 from specdec_jax.calibrate import prediction
-from specdec_jax.calibrate.bootstrap import Estimate
 from specdec_jax.calibrate.choice import Choice, choose
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
 from specdec_jax.sampling import Sampling

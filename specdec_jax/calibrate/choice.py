@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specdec_jax.calibrate.bootstrap import Estimate
+from specdec_jax.benchmark.bootstrap import Estimate
 
 RESOLUTION = 0.01
 """Lengths whose speedups differ by less are equal; the shortest of them is chosen."""

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.base import Draft, Noise, Verdict
+from specdec_jax.benchmark.bootstrap import Estimate, estimate
 from specdec_jax.benchmark.programs import Around
 from specdec_jax.benchmark.sweep import with_length
 from specdec_jax.benchmark.units import batches, check_finite, run_rounds
-from specdec_jax.calibrate.bootstrap import Estimate, estimate
 from specdec_jax.rng import draw
 from specdec_jax.sampling import History, policy
 from specdec_jax.text.packing import Plan
@@ -68,7 +68,13 @@ def overlaps(
     total = np.zeros(num_prompts, np.float64)
     num_places = np.zeros(num_prompts, np.int64)
     for requests, batch in batches(plan, batch_size):
-        state = start_batch(engine.params, batch, target=engine.target, drafter=witness)
+        state = start_batch(
+            engine.params,
+            batch,
+            target=engine.target,
+            drafter=witness,
+            placement=engine.placement,
+        )
         _, state = run_rounds(engine, state)
         indices = [request.index for request in requests]
         check_finite(state, indices)

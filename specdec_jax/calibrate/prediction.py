@@ -24,8 +24,8 @@ import numpy as np
 from jaxtyping import Float
 
 from specdec_jax import theory
+from specdec_jax.benchmark.bootstrap import Estimate, estimate
 from specdec_jax.benchmark.sweep import Sweep
-from specdec_jax.calibrate.bootstrap import Estimate, estimate
 
 Weights = Float[np.ndarray, "D U"]
 

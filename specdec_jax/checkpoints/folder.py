@@ -84,15 +84,16 @@ def _read_header(file: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _read_tensor(file: Path, key: str) -> np.ndarray:
+def _read_tensor(file: Path, key: str, index: tuple[slice, ...] = ()) -> np.ndarray:
     with safe_open(file, framework="numpy") as opened:
-        kind = opened.get_slice(key).get_dtype()
+        stored = opened.get_slice(key)
+        kind = stored.get_dtype()
         if kind not in STORED:
             raise ValueError(
                 f"{file}: tensor {key} is stored as {kind}; supported: "
                 f"{', '.join(STORED)}; use the checkpoint that is not quantised"
             )
-        return opened.get_tensor(key)
+        return stored[index] if index else opened.get_tensor(key)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

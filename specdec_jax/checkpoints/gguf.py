@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specdec_jax.checkpoints import gguf_config
 from specdec_jax.checkpoints.gguf_file import read_file
 from specdec_jax.checkpoints.source import Source, Tensor
@@ -47,7 +49,7 @@ def open_gguf(path: str | Path, name: str | None = None) -> Source:
         hf_name: Tensor(
             shape=file.tensors[stored].shape,
             dtype=file.tensors[stored].kind,
-            read=partial(gguf_config.tensor, file, stored),
+            read=partial(_read, file, stored),
         )
         for hf_name, stored in gguf_config.tensor_names(file).items()
     }
@@ -66,6 +68,11 @@ def open_gguf(path: str | Path, name: str | None = None) -> Source:
         load_tokenizer=load_tokenizer,
         generation_config=gguf_config.generation_config(file),
     )
+
+
+def _read(file: Any, stored: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """Reads a part of a tensor; blocks of quantised weights are decoded whole."""
+    return gguf_config.tensor(file, stored)[index]
 
 
 def find_smollm2() -> Path:

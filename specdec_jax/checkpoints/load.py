@@ -1,13 +1,15 @@
 """From a checkpoint to a model, its parameters and its tokenizer.
 
 Every tensor is asserted by name and shape: none missing, none left over. Tensors are
-read, cast and placed one by one, so the host holds one tensor beside the parameters.
+read, cast and placed one by one, so the host holds one tensor, or one device's part of
+it, beside the parameters.
 """
 
 import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +38,12 @@ FAMILIES: dict[str, Family] = {
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-Place = Callable[[str, np.ndarray], jax.Array]
-"""Puts the parameter at a path ("layers_0/mlp/up_proj/kernel") on devices."""
+Read = Callable[..., np.ndarray]
+"""Reads a part of a parameter, from one slice an axis; the whole without."""
+
+Place = Callable[[str, tuple[int, ...], Read], jax.Array]
+"""Puts the parameter at a path ("layers_0/mlp/up_proj/kernel") on devices, from its
+shape and what reads it."""
 
 
 class Loaded(NamedTuple):
@@ -68,7 +74,7 @@ def load(
     num_layers: int | None = None,
     *,
     context_length: int | None = None,
-    place: Place | None = None,
+    place: Callable[[Decoder], Place] | None = None,
     tiled: bool | None = None,
 ) -> Loaded:
     """Loads a checkpoint.
@@ -79,8 +85,8 @@ def load(
       num_layers: Keeps only the first layers; None keeps all.
       context_length: The longest text wanted; only `longrope` checkpoints care, see
         `rope.rotary`. It must not be above the checkpoint's limit.
-      place: Puts each parameter on devices as it is read; by default all go to JAX's
-        default device.
+      place: Given the model, returns what puts each parameter on devices and reads no
+        more of it than lies here; by default all go to JAX's default device.
       tiled: Whether weights lie in tiles, which decodes faster on CPUs (see
         `networks.layers`), or as [in, out]; None means tiles on a CPU, without `place`.
 
@@ -96,7 +102,7 @@ def load(
     if tiled is None:
         tiled = place is None and jax.default_backend() == "cpu"
     model = model.clone(tiled=tiled)
-    params = read_params(source, model, place or _place)
+    params = read_params(source, model, place(model) if place else _place)
     # Of transformers only tokenizers are wanted: no advice that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     bos = source.config.get("bos_token_id")
@@ -160,14 +166,39 @@ def read_params(source: Source, model: Decoder, place: Place) -> dict[str, Any]:
     _check(source, model, rows, tree, tensors)
     params: dict[str, jax.Array] = {}
     for row in rows:
-        array = np.asarray(tensors[row.theirs].read())
-        array = array.T if row.transpose else array
-        cuts = np.cumsum([tree[path][-1] for path in row.ours])[:-1]
-        for path, part in zip(row.ours, np.split(array, cuts, axis=-1), strict=True):
+        start = 0
+        for path in row.ours:
+            shape, tensor = tree[path], tensors[row.theirs]
+            read = partial(_read, tensor, row.transpose, start, shape, model.dtype)
             if len(stored[path]) == 3:
-                part = tile(part.T if path.endswith("/embedding") else part)
-            params[path] = place(path, part.astype(model.dtype, order="C"))
+                read = partial(_tile, read, path.endswith("/embedding"))
+            params[path] = place(path, stored[path], read)
+            start += shape[-1]
     return traverse_util.unflatten_dict(params, sep="/")
+
+
+def _read(
+    tensor: Tensor,
+    transpose: bool,
+    start: int,
+    shape: tuple[int, ...],
+    dtype: Any,
+    index: tuple[slice, ...] = (),
+) -> np.ndarray:
+    """Reads a part of a parameter that fills a tensor's last axis from `start` on."""
+    whole = tensor.shape[::-1] if transpose else tensor.shape
+    if index or shape != whole:
+        index = index or (slice(None),) * len(shape)
+        bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+        bounds[-1] = bounds[-1][0] + start, bounds[-1][1] + start
+        index = tuple(slice(*one) for one in bounds)
+    part = np.asarray(tensor.read(index[::-1] if transpose else index))
+    return (part.T if transpose else part).astype(dtype, order="C")
+
+
+def _tile(read: Read, transpose: bool, index: tuple[slice, ...] = ()) -> np.ndarray:
+    whole = read()
+    return tile(whole.T if transpose else whole)[index]
 
 
 def parameter_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
@@ -265,6 +296,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _place(path: str, array: np.ndarray) -> jax.Array:
-    del path
-    return jnp.asarray(array)
+def _place(path: str, shape: tuple[int, ...], read: Read) -> jax.Array:
+    del path, shape
+    return jnp.asarray(read())

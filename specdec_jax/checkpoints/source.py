@@ -19,12 +19,13 @@ class Tensor:
     Attributes:
       shape: Its shape in Hugging Face's layout.
       dtype: Its type on disk, such as "F32", "F16", "BF16" or "Q8_0"; for messages.
-      read: Reads it as float32, float16 or bfloat16 (`ml_dtypes`), [*shape].
+      read: Reads a part of it as float32, float16 or bfloat16 (`ml_dtypes`), from one
+        slice an axis; the whole without.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[], np.ndarray]
+    read: Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ def bench(
     ] = 5,
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
+    draft_sharding: options.DraftSharding = "target",
+    cpu_devices: options.CpuDevices = None,
     against: Annotated[
         str | None,
         typer.Option(help="transformers: also time its plain and assisted decoding."),
@@ -37,6 +40,7 @@ def bench(
     as_json: options.AsJson = False,
 ) -> int:
     """Times plain and speculative decoding in turns, and what each part costs."""
+    options.simulate_devices(cpu_devices)
     draft = draft or default_draft(target, draft_num_layers)
     config = {
         "target": target,
@@ -52,6 +56,8 @@ def bench(
         "repeats": repeats,
         "seed": seed,
         "dtype": dtype,
+        "mesh": mesh,
+        "draft_sharding": draft_sharding,
         "against": against,
     }
     _check(config)

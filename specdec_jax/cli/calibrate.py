@@ -31,12 +31,16 @@ def calibrate(
     ] = 3,
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
+    draft_sharding: options.DraftSharding = "target",
+    cpu_devices: options.CpuDevices = None,
     figure: Annotated[
         Path | None, typer.Option(help="Where to draw it, such as calibration.png.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> int:
     """Measures draft lengths 0 to 16 on a load, and says which to use, if any."""
+    options.simulate_devices(cpu_devices)
     draft = draft or default_draft(target, draft_num_layers)
     config = {
         "target": target,
@@ -52,6 +56,8 @@ def calibrate(
         "repeats": repeats,
         "seed": seed,
         "dtype": dtype,
+        "mesh": mesh,
+        "draft_sharding": draft_sharding,
     }
     _check(config, figure)
     path = prompts or bundled_prompts()

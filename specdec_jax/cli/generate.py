@@ -1,6 +1,7 @@
 """`specdec generate`: text for prompts from the command line or from a file."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,6 +27,9 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(help="Where --prompts writes; stdout by default.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what --output has already.")
+    ] = False,
     target: options.Target = DEFAULT_TARGET,
     draft: Annotated[
         list[str] | None,
@@ -61,11 +65,15 @@ def generate(
         Path | None,
         typer.Option(help="Write a page of every token's decision to this HTML file."),
     ] = None,
+    mesh: options.Mesh = None,
+    draft_sharding: options.DraftSharding = "target",
+    cpu_devices: options.CpuDevices = None,
     as_json: options.AsJson = False,
 ) -> int:
     """Goes on with prompts, drafting and verifying; greedy unless told otherwise."""
     from specdec_jax.sampling import Sampling
 
+    options.simulate_devices(cpu_devices)
     sampling = Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -86,6 +94,8 @@ def generate(
             "num_draft_tokens": num_draft_tokens,
             "rule": rule,
             "dtype": dtype,
+            "mesh": mesh,
+            "draft_sharding": draft_sharding,
         },
         settings={
             "sampling": sampling,
@@ -101,7 +111,9 @@ def generate(
     entries, problems = _entries(prompt, prompts, chat)
     if prompts is None and output is not None:
         raise ValueError("--output goes with --prompts")
-    return _run(job, entries, problems, prompts, output, as_json)
+    if resume and output is None:
+        raise ValueError("--resume goes with --output, the file to go on with")
+    return _run(job, entries, problems, prompts, output, resume, as_json)
 
 
 class _Job(NamedTuple):
@@ -134,6 +146,11 @@ class _Job(NamedTuple):
             "batch_size": self.batch_size,
         }
 
+    def decides(self) -> dict[str, Any]:
+        """Returns what decides the tokens: not how they are spread over devices."""
+        spread = ("batch_size", "mesh", "draft_sharding")
+        return {k: v for k, v in self.describe().items() if k not in spread}
+
 
 def _choose_draft(
     target: str, draft: list[str] | None, draft_num_layers: int | None
@@ -161,9 +178,15 @@ def _run(
     problems: list[Problem],
     path: Path | None,
     output: Path | None,
+    resume: bool,
     as_json: bool,
 ) -> int:
     """Loads, compiles, decodes and writes; returns the exit code."""
+    from specdec_jax.dataset import Journal, fingerprint, record
+
+    journal = None
+    if output is not None:
+        journal = Journal(output, fingerprint(job.decides()), resume=resume)
     timing: dict[str, float] = {}
     with show.clock(timing, "load_seconds"):
         decoder = _load(job)
@@ -171,6 +194,9 @@ def _run(
     problems = sorted([*problems, *misfits])
     for problem in problems:
         show.note(f"{path}: line {problem.line}: {problem.message}")
+    if journal is not None:
+        plan = journal.rest(plan, [entry.content for entry in entries])
+        show.note(f"{len(entries) - len(plan.requests)} of {len(entries)} were there")
     with show.status("compiling"), show.clock(timing, "compile_seconds"):
         traced = job.trace is not None
         decoder.compile(plan, batch_size=job.batch_size, trace=traced)
@@ -180,7 +206,7 @@ def _run(
     live = texts and len(entries) == 1 and show.is_terminal()
     pieces, results = [], []
     looks = 1 if live else 4 if texts or plan.stop else None
-    with show.lines(path, output, as_json) as lines, show.progress(contents) as done:
+    with show.progress(plan.requests) as done, journal or nullcontext():
         with show.clock(timing, "decode_seconds"):
             for piece in decoder.run(
                 plan,
@@ -188,13 +214,19 @@ def _run(
                 rounds_per_look=looks,
                 trace=traced,
             ):
-                pieces.append(piece)
+                if texts:
+                    pieces.append(piece)
                 if live:
                     show.piece(piece)
-                if piece.result is not None:
-                    results.append(piece.result)
-                    lines(show.record(piece.result, contents[piece.index]))
-                    done()
+                result = piece.result
+                if result is None:
+                    continue
+                results.append(result)
+                if journal is not None:
+                    journal.append(result, contents[result.index])
+                elif path is not None and not as_json:
+                    show.line(record(result, contents[result.index]))
+                done(result.num_tokens)
     results.sort(key=lambda result: result.index)
     if job.trace is not None:
         _write_page(job, results, decoder.tokenizer)
@@ -202,7 +234,7 @@ def _run(
     timing["tokens_per_second"] = tokens / max(timing["decode_seconds"], 1e-9)
     if as_json:
         show.document(
-            requests=[show.record(r, contents[r.index]) for r in results],
+            requests=[record(r, contents[r.index]) for r in results],
             timing=timing,
             config=job.describe(),
             environment=environment(),

@@ -1,21 +1,33 @@
-"""`specdec info`: what is installed, what is bundled, what there is to run on."""
+"""`specdec info`: what is installed, what is bundled, what there is to run on.
 
+With `--mesh` it also says where every tensor of a target and its draft would lie; no
+weights are read for that.
+"""
+
+import re
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from rich.console import Console
+from rich.table import Table
 
-from specdec_jax.cli import show
+from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
-from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET, default_draft
 
 
 def info(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.")
-    ] = False,
+    mesh: options.Mesh = None,
+    target: options.Target = DEFAULT_TARGET,
+    draft: options.Draft = None,
+    draft_num_layers: options.DraftNumLayers = None,
+    draft_sharding: options.DraftSharding = "target",
+    cpu_devices: options.CpuDevices = None,
+    as_json: options.AsJson = False,
 ) -> int:
-    """Shows versions, devices, bundled checkpoints and the compilation cache."""
+    """Shows versions, devices, bundled checkpoints, and a mesh's placements."""
+    options.simulate_devices(cpu_devices)
     from specdec_jax.checkpoints.locate import BUNDLED
     from specdec_jax.compilation import cache_directory
 
@@ -28,8 +40,19 @@ def info(
         "default_draft_path": _path(DEFAULT_DRAFT),
         "compilation_cache": str(cache_directory()),
     }
+    placed = {}
+    if mesh is not None:
+        draft = draft or default_draft(target, draft_num_layers)
+        placed = _placements(mesh, draft_sharding, target, draft, draft_num_layers)
     if as_json:
-        show.document(**facts)
+        named = {
+            part: [
+                {**one._asdict(), "spec": [*one.spec], "undivided": [*one.undivided]}
+                for one in tensors
+            ]
+            for part, tensors in placed.items()
+        }
+        show.document(**facts, **({"placements": named} if placed else {}))
         return 0
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -37,7 +60,50 @@ def info(
         elif isinstance(value, list):
             value = ", ".join(value)
         print(f"{name.replace('_', ' ')}: {value or 'none'}")
+    for part, tensors in placed.items():
+        _print(part, mesh, tensors)
     return 0
+
+
+def _placements(
+    mesh: str, draft_sharding: str, target: str, draft: str, num_layers: int | None
+) -> dict[str, list[Any]]:
+    """Returns where the tensors of target and draft lie; reads headers alone."""
+    from specdec_jax.checkpoints.load import build_model, parameter_shapes
+    from specdec_jax.checkpoints.locate import open_checkpoint
+    from specdec_jax.sharding import Placement, make_mesh
+
+    placement = Placement(make_mesh(mesh), draft_sharding)
+    placed = {}
+    names = {"target": target, "draft": draft}
+    for part, name in names.items():
+        if name in ("ngram", "none"):
+            continue
+        is_draft = part == "draft"
+        model = build_model(
+            open_checkpoint(name), num_layers=num_layers if is_draft else None
+        )
+        tensors = [
+            placement.parameter(path, shape, model, draft=is_draft)
+            for path, shape in parameter_shapes(model).items()
+        ]
+        cache = placement.cache(model, draft=is_draft)
+        placed[part] = [*tensors, *cache]
+    return placed
+
+
+def _print(part: str, mesh: str | None, tensors: list[Any]) -> None:
+    """Prints a table; what all layers have in common is one line."""
+    lines = Counter(
+        one._replace(name=re.sub(r"^layers_\d+/", "layers/", one.name))
+        for one in tensors
+    )
+    table = Table("tensor", "number", "shape", "split over", "not divided", title=part)
+    for one, count in lines.items():
+        shape = " x ".join(str(size) for size in one.shape)
+        split = ", ".join(axis or "-" for axis in one.spec) or "whole"
+        table.add_row(one.name, str(count), shape, split, ", ".join(one.undivided))
+    Console(highlight=False).print(table)
 
 
 def _path(name: str) -> str | None:

@@ -47,7 +47,33 @@ MaxNewTokens = Annotated[int, typer.Option(help="Budget of each prompt.")]
 BatchSize = Annotated[int, typer.Option(help="Prompts decoded together.")]
 Seed = Annotated[int, typer.Option(help="Of the requests, from 0 to 2^32 - 1.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Mesh = Annotated[
+    str | None,
+    typer.Option(help="Devices to run on, as data=2,model=4; rows x tensors."),
+]
+DraftSharding = Annotated[
+    str, typer.Option(help="The draft on the mesh: like the target, or data.")
+]
+CpuDevices = Annotated[
+    int | None, typer.Option(help="Simulate that many devices on the CPU.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def simulate_devices(cpu_devices: int | None) -> None:
+    """Makes JAX see that many CPU devices, if a number is given.
+
+    Raises:
+      ValueError: The number is below 1.
+    """
+    if cpu_devices is None:
+        return
+    if cpu_devices < 1:
+        raise ValueError(f"cpu_devices is {cpu_devices}; it must be at least 1")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
 
 
 def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
@@ -62,7 +88,14 @@ def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
     from specdec_jax.text import SpeculativeDecoder
 
     enable_compilation_cache()
-    names = ("num_draft_tokens", "rule", "dtype", "draft_num_layers")
+    names = (
+        "num_draft_tokens",
+        "rule",
+        "dtype",
+        "draft_num_layers",
+        "mesh",
+        "draft_sharding",
+    )
     options = {name: config[name] for name in names if name in config} | replaced
     with show.status(f"loading {config['target']}"):
         return SpeculativeDecoder.from_pretrained(

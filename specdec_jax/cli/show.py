@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import (
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 COLOURS = {"accepted": "green", "corrected": "yellow", "bonus": "cyan"}
@@ -58,67 +62,34 @@ def clock(timing: dict[str, float], name: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(requests: Collection[Any]) -> Iterator[Callable[[], None]]:
-    """Shows how many requests are done; yields what counts one more."""
+def progress(requests: Collection[Any]) -> Iterator[Callable[..., None]]:
+    """Shows how many requests are done, and the rate of tokens where it is known.
+
+    Yields what counts one more request; its argument is the request's new tokens.
+    """
     console = _err()
     if len(requests) < 2 or not console.is_terminal:
-        yield lambda: None
+        yield lambda num_tokens=0: None
         return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task("prompts", total=len(requests))
-        yield lambda: bar.advance(task)
+    rate = TextColumn("{task.fields[rate]}")
+    tokens, start = 0, time.perf_counter()
+    with Progress(*columns, TimeElapsedColumn(), rate, console=console) as bar:
+        task = bar.add_task("prompts", total=len(requests), rate="")
+
+        def advance(num_tokens: int = 0) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            speed = tokens / (time.perf_counter() - start)
+            told = f"{speed:.1f} tokens/s" if tokens else ""
+            bar.update(task, advance=1, rate=told)
+
+        yield advance
 
 
-@contextmanager
-def lines(
-    prompts: Path | None, output: Path | None, as_json: bool
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what writes one result as a line of JSON, at once, if lines are wanted.
-
-    They are for `--prompts`: to `output`, else to stdout unless a document goes there.
-    """
-
-    def writer(file):
-        def write(data):
-            print(json.dumps(data, ensure_ascii=False), file=file, flush=True)
-
-        return write
-
-    if output is not None:
-        with output.open("w", encoding="utf-8") as file:
-            yield writer(file)
-    elif prompts is not None and not as_json:
-        yield writer(sys.stdout)
-    else:
-        yield lambda data: None
-
-
-def record(result: Any, prompt: Any) -> dict[str, Any]:
-    """Returns a result as plain values for JSON.
-
-    Args:
-      result: A `Result`.
-      prompt: The prompt as the user gave it.
-    """
-    return {
-        "index": result.index,
-        "prompt": prompt,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "num_tokens": result.num_tokens,
-        "num_prompt_tokens": len(result.prompt_token_ids),
-        "finish_reason": result.finish_reason,
-        "rounds": result.rounds,
-        "num_drafted": result.num_drafted,
-        "num_accepted": result.num_accepted,
-        "acceptance_histogram": result.acceptance_histogram,
-        "mean_acceptance_length": result.mean_acceptance_length,
-        "draft_acceptance_rate": result.draft_acceptance_rate,
-        "logprobs": result.logprobs,
-        "policy_logprobs": result.policy_logprobs,
-        "origins": result.origins,
-    }
+def line(data: dict[str, Any]) -> None:
+    """Prints a line of JSON to stdout, at once."""
+    print(json.dumps(data, ensure_ascii=False), flush=True)
 
 
 def document(**parts: Any) -> None:

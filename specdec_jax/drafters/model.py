@@ -118,14 +118,15 @@ class ModelDrafter:
         vocab_size = self.vocab_size or own
         tokens = jnp.minimum(tokens, own - 1)
         output, cache = self.model.apply(params.draft, tokens, cache)
-        return _fit_vocabulary(output.logits, vocab_size), cache
+        return fit_vocabulary(output.logits, vocab_size), cache
 
 
-def _fit_vocabulary(
-    logits: Float[Array, "B S U"], vocab_size: int
-) -> Float[Array, "B S V"]:
+def fit_vocabulary(
+    logits: Float[Array, "*A U"], vocab_size: int
+) -> Float[Array, "*A V"]:
     """Cuts ids that the target lacks; ids that the draft lacks become impossible."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab_size]
-    return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    return jnp.pad(logits, padding, constant_values=-jnp.inf)

@@ -36,6 +36,10 @@ class View(NamedTuple):
     """`[b, s, t]`: token t is s or an ancestor of s."""
     angles: tuple[Array, Array] | None
     """Cosine and sine of the rotary embedding."""
+    longest: Int[Array, ""]
+    """Cached slots of the longest row; found once: rows may be on many devices."""
+    earliest: Int[Array, ""]
+    """The least position of a block token."""
 
 
 class _Running(NamedTuple):
@@ -165,7 +169,7 @@ def _over_cache(
     first = jnp.zeros((), jnp.int32)
     if window is not None:
         # Rows further back see none of the skipped blocks either.
-        oldest = view.positions.min() - (window - 1)
+        oldest = view.earliest - (window - 1)
         first = jnp.maximum(oldest, 0) // SLOT_BLOCK
-    last = (view.length.max() + SLOT_BLOCK - 1) // SLOT_BLOCK
+    last = (view.longest + SLOT_BLOCK - 1) // SLOT_BLOCK
     return jax.lax.fori_loop(first, last, step, state)

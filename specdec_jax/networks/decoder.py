@@ -175,7 +175,14 @@ class Decoder(nn.Module):
         positions = length[:, None] + block.depth
         rotary = self.config.rotary
         angles = None if rotary is None else rotary_angles(rotary, positions)
-        return View(length, positions, block.ancestors, angles)
+        return View(
+            length,
+            positions,
+            block.ancestors,
+            angles,
+            longest=length.max(),
+            earliest=positions.min(),
+        )
 
     def _check_layers(self, hidden_layers: tuple[int, ...]) -> None:
         for layer in hidden_layers:

@@ -11,6 +11,7 @@ from typing import Any
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.sampling import Sampling
+from specdec_jax.sharding import Placement, make_mesh
 from specdec_jax.text import packing, requests
 from specdec_jax.text.following import Piece, collect, texts
 from specdec_jax.text.packing import Plan
@@ -39,9 +40,11 @@ class SpeculativeDecoder:
       eos_token_ids: Ids that end a text unless a call says otherwise.
       bos_token_id: What an empty prompt begins with.
       max_positions: The most tokens, prompt included, that the target is made for.
+      mesh: What to run on, as `from_pretrained` takes it; the variables are put there.
+      draft_sharding: As `from_pretrained` takes it.
 
     Raises:
-      ValueError: There is no such rule.
+      ValueError: There is no such rule or mesh.
     """
 
     def __init__(
@@ -55,9 +58,16 @@ class SpeculativeDecoder:
         eos_token_ids: Sequence[int] = (),
         bos_token_id: int | None = None,
         max_positions: int | None = None,
+        mesh: Any = None,
+        draft_sharding: str = "target",
     ):
         drafter = NoDrafter() if drafter is None else drafter
-        self.engine = Engine(params, target, drafter, find_rule(rule), tokenizer)
+        placement = _placement(mesh, draft_sharding)
+        if placement is not None:
+            params = placement.place_params(params, target, drafter)
+        self.engine = Engine(
+            params, target, drafter, find_rule(rule), tokenizer, placement
+        )
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
         self.max_positions = max_positions
@@ -83,6 +93,7 @@ class SpeculativeDecoder:
         dtype: Any = "float32",
         mesh: Any = None,
         draft_num_layers: int | None = None,
+        draft_sharding: str = "target",
     ) -> "SpeculativeDecoder":
         """Loads a target and what drafts for it.
 
@@ -93,19 +104,22 @@ class SpeculativeDecoder:
           num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding.
           rule: "rejection", "coupled" or a rule object.
           dtype: Of the weights and the arithmetic of target and draft.
-          mesh: Not available yet.
+          mesh: Devices to run on: "data=2,model=4", a mapping of these sizes, or a
+            `jax.sharding.Mesh` with the axes `data` and `model`. Rows of a batch are
+            split over the first, weights over the second; see `sharding`. None leaves
+            it to JAX, which takes its first device.
           draft_num_layers: Keeps that many layers of the draft. With the target's own
             name as `draft` this makes a drafter without any training.
+          draft_sharding: How the draft lies on the mesh: like the "target", or split
+            over "data" alone, with all of its weights on every device.
 
         Raises:
           ValueError: An argument is out of range, or target and draft do not fit.
           FileNotFoundError: There is no such checkpoint.
         """
-        if mesh is not None:
-            raise ValueError("mesh is not available yet; leave it None")
-        rule = find_rule(rule)
+        rule, placement = find_rule(rule), _placement(mesh, draft_sharding)
         loaded, drafter, variables = load_pair(
-            target, draft, num_draft_tokens, dtype, draft_num_layers
+            target, draft, num_draft_tokens, dtype, draft_num_layers, placement
         )
         return cls(
             loaded.model,
@@ -116,6 +130,8 @@ class SpeculativeDecoder:
             eos_token_ids=loaded.eos_token_ids,
             bos_token_id=loaded.bos_token_id,
             max_positions=loaded.max_positions,
+            mesh=mesh,
+            draft_sharding=draft_sharding,
         )
 
     def generate(
@@ -309,3 +325,7 @@ class SpeculativeDecoder:
           ValueError: The checkpoint has no chat template.
         """
         return requests.chat_tokens(messages, self.tokenizer)
+
+
+def _placement(mesh: Any, draft_sharding: str) -> Placement | None:
+    return None if mesh is None else Placement(make_mesh(mesh), draft_sharding)

@@ -67,6 +67,19 @@ class Plan(NamedTuple):
     sampling: SamplingRows
     draft_sampling: SamplingRows | None
 
+    def select(self, places: Sequence[int]) -> "Plan":
+        """Returns the plan of some of its requests."""
+        rows = np.array(places, np.int64)
+
+        def cut(settings: SamplingRows) -> SamplingRows:
+            return jax.tree.map(lambda leaf: leaf[rows], settings)
+
+        return self._replace(
+            requests=[self.requests[place] for place in places],
+            sampling=cut(self.sampling),
+            draft_sampling=self.draft_sampling and cut(self.draft_sampling),
+        )
+
 
 def make_plan(
     prompts: list[Prompt],
@@ -129,13 +142,56 @@ def make_plan(
     )
 
 
-def pack(plan: Plan, first: int, last: int) -> Batch:
-    """Packs requests `first` to `last - 1` of a plan into one padded batch."""
-    requests = plan.requests[first:last]
-    size = _power_of_two(len(requests))
+def by_bucket(plan: Plan, batch_size: int) -> list[tuple[int, list[int]]]:
+    """Returns the plan's requests by the slots they need, and their places.
+
+    Requests that fit one batch make one, whatever their lengths.
+
+    Returns:
+      Slots and places in the plan, shorter buckets first.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, request in enumerate(plan.requests):
+        groups.setdefault(_slots(request), []).append(place)
+    if len(plan.requests) <= batch_size and groups:
+        return [(max(groups), list(range(len(plan.requests))))]
+    return sorted(groups.items())
+
+
+def _slots(request: Request) -> int:
+    return decode.bucket(len(request.token_ids) + request.max_new_tokens)
+
+
+def row_count(num_requests: int, multiple: int = 1) -> int:
+    """Returns the rows of a batch: a power of two, rounded up to a multiple.
+
+    Example:
+      >>> row_count(3), row_count(1, 8), row_count(5, 3)
+      (4, 8, 9)
+    """
+    size = 1 << (num_requests - 1).bit_length()
+    return -(-size // multiple) * multiple
+
+
+def pack(
+    plan: Plan,
+    places: Sequence[int],
+    size: int | None = None,
+    slots: int | None = None,
+) -> Batch:
+    """Packs some requests of a plan into one padded batch.
+
+    Args:
+      plan: The requests.
+      places: Places in the plan; one at least, `size` at the most.
+      size: Rows of the batch; by default the `row_count` of the requests.
+      slots: Width of the batch, S; by default what the longest request needs.
+    """
+    requests = [plan.requests[place] for place in places]
+    size = size or row_count(len(requests))
+    slots = slots or max(_slots(request) for request in requests)
     filling = size - len(requests)
-    longest = max(len(r.token_ids) + r.max_new_tokens for r in requests)
-    tokens = np.zeros((size, decode.bucket(longest)), np.int32)
+    tokens = np.zeros((size, slots), np.int32)
     for row, request in enumerate(requests):
         tokens[row, : len(request.token_ids)] = request.token_ids
 
@@ -143,10 +199,10 @@ def pack(plan: Plan, first: int, last: int) -> Batch:
         return np.array([*values, *[fill] * filling], dtype)
 
     # Any valid values do for the rows that fill the batch: those of its first row.
-    places = np.array([*range(first, first + len(requests)), *[first] * filling])
+    rows = np.array([*places, *[places[0]] * filling])
 
-    def fill_up(rows: SamplingRows) -> SamplingRows:
-        return jax.tree.map(lambda leaf: leaf[places], rows)
+    def fill_up(settings: SamplingRows) -> SamplingRows:
+        return jax.tree.map(lambda leaf: leaf[rows], settings)
 
     return Batch(
         tokens=tokens,
@@ -186,7 +242,7 @@ def sampling_rows(
     """
     if not requests:
         return SamplingRows()
-    filling = _power_of_two(len(requests)) - len(requests)
+    filling = row_count(len(requests)) - len(requests)
     values = {
         one.name: list(
             settings.per_row(one.name, getattr(sampling, one.name), len(requests))
@@ -204,7 +260,3 @@ def sampling_rows(
         min_length=length + np.int32(min_new_tokens),
     )
     return jax.device_get(rows)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

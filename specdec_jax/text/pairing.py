@@ -1,12 +1,15 @@
 """Which drafter goes with a target: names become drafters, and misfits are refused."""
 
 import difflib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specdec_jax.acceptance import RULES
 from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.sharding import Placement, check, read_shards
 from specdec_jax.text.requests import per_prompt
 
 DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
@@ -55,8 +58,11 @@ def load_pair(
     num_draft_tokens: int,
     dtype: Any,
     draft_num_layers: int | None,
+    placement: Placement | None = None,
 ) -> tuple[Any, Drafter, Any]:
     """Loads a target and what drafts for it; see `SpeculativeDecoder.from_pretrained`.
+
+    With a placement, weights are read straight to their devices.
 
     Returns:
       The loaded target, the drafter, and the drafter's variables or None.
@@ -68,7 +74,8 @@ def load_pair(
     from specdec_jax.checkpoints import load  # brings transformers in
 
     _check(draft, num_draft_tokens, draft_num_layers)
-    loaded: Any = load(target, dtype=dtype)
+    on = partial(_placer, placement, str(target)) if placement else lambda **_: None
+    loaded: Any = load(target, dtype=dtype, place=on(draft=False))
     if draft is None or draft == "none" or num_draft_tokens == 0:
         return loaded, NoDrafter(), None
     if draft == "ngram":
@@ -76,12 +83,35 @@ def load_pair(
     if _is_drafter(draft):
         return loaded, draft, None
     small: Any = loaded
-    if draft != target or draft_num_layers is not None:
-        small = load(draft, dtype=dtype, num_layers=draft_num_layers)
+    elsewhere = placement is not None and placement.draft != "target"
+    if draft != target or draft_num_layers is not None or elsewhere:
+        place = on(draft=True)
+        small = load(draft, dtype=dtype, num_layers=draft_num_layers, place=place)
     check_same_vocabulary(loaded, small)
     vocab_size = loaded.model.vocab_size
     drafter = ModelDrafter(small.model, num_draft_tokens, vocab_size)
     return loaded, drafter, small.params
+
+
+def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], Any]:
+    """Returns the `place` of `checkpoints.load` for a target or a draft."""
+    from specdec_jax.checkpoints.load import parameter_shapes
+
+    def place(model: Any) -> Callable[[str, tuple[int, ...], Any], Any]:
+        shapes = parameter_shapes(model.clone(tiled=False))
+        placed = {
+            path: placement.parameter(path, shape, model, draft=draft)
+            for path, shape in shapes.items()
+        }
+        if not draft:
+            check(placement, placed.values(), name)
+
+        def put(path: str, shape: tuple[int, ...], read: Any) -> Any:
+            return read_shards(placement.sharding(placed[path]), shape, read)
+
+        return put
+
+    return place
 
 
 def _check(draft: Any, num_draft_tokens: int, draft_num_layers: int | None) -> None:

@@ -1,12 +1,20 @@
 """Runs planned requests on the device, and follows them from the host where needed.
 
-Two programs serve everything: one reads the prompts, one runs rounds. Without stop
-strings and streaming the second runs once, to the end. With them it runs a few rounds
-at a time; the host looks at the new tokens in between and freezes rows whose text is
-complete. What a row comes to does not depend on how often the host looks.
+Requests of one bucket share a batch. Rows that finished are refilled from the queue,
+several at once, so that the batch stays full to the end of the queue:
+
+    row 0   a a a a a a a d d d d d d
+    row 1   b b b c c c c c c c e e e      look, refill
+
+Three programs serve everything: one starts a batch and reads its prompts, one runs
+rounds, one refills rows. Without stop strings and streaming the second runs until rows
+are to be refilled, or to the end. With them it runs a few rounds at a time; the host
+looks at the new tokens in between and freezes rows whose text is complete. What a row
+comes to depends neither on how often the host looks nor on who had its place before.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,11 +25,16 @@ from jaxtyping import Array, Bool, Int
 
 from specdec_jax import decode, trace
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
+from specdec_jax.sharding import Placement
 from specdec_jax.text.following import Look, Piece, Row
-from specdec_jax.text.packing import Batch, Plan, pack
+from specdec_jax.text.packing import Batch, Plan, by_bucket, pack, row_count
 
 MAX_ROUNDS_PER_LOOK = 64
 """Rounds of which the program keeps a record for the host."""
+
+REFILL = 4
+"""A batch is refilled when a part of 1 / REFILL of its rows is free, that many at once:
+reading prompts together is cheaper than one by one, and few rows stand idle."""
 
 _TO_THE_END = np.int32(2**31 - 1)
 
@@ -34,6 +47,8 @@ class Engine(NamedTuple):
     drafter: Drafter
     rule: AcceptanceRule
     tokenizer: Any
+    placement: Placement | None = None
+    """Where they lie on a mesh; None leaves it to JAX."""
 
 
 def pieces(
@@ -44,7 +59,7 @@ def pieces(
     rounds_per_look: int | None,
     traced: bool = False,
 ) -> Iterator[Piece]:
-    """Decodes the requests, batch after batch, and yields their text as it comes.
+    """Decodes the requests and yields their text as it comes.
 
     Args:
       engine: What decodes.
@@ -74,48 +89,118 @@ def _pieces(
     rounds_per_look: int | None,
     traced: bool,
 ) -> Iterator[Piece]:
-    for first in range(0, len(plan.requests), batch_size):
-        last = min(first + batch_size, len(plan.requests))
-        rows = [
-            Row(request, engine.tokenizer, plan.stop, engine.drafter.depth)
-            for request in plan.requests[first:last]
-        ]
-        batch = pack(plan, first, last)
-        stopped = np.zeros(len(batch.length), bool)
-        follow = rounds_per_look is not None
-        for look in _looks(engine, batch, stopped, rounds_per_look, traced):
-            for place, row in enumerate(rows):
-                if not row.done:
-                    yield from row.read(look, place, follow)
-                    stopped[place] = row.done
-            if all(row.done for row in rows):
-                break
+    for slots, indices in by_bucket(plan, batch_size):
+        pool = _Pool(engine, plan, slots, indices, batch_size)
+        yield from pool.run(rounds_per_look, traced)
+
+
+class _Pool:
+    """A batch of rows, and the queue of requests that are still to get one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        slots: int,
+        indices: Sequence[int],
+        batch_size: int,
+    ):
+        self._engine, self._plan, self._slots = engine, plan, slots
+        self._size, self._refill_size = _sizes(engine, len(indices), batch_size)
+        self._queue = deque(indices)
+        self._rows: list[Row | None] = [None] * self._size
+        self._stopped = np.zeros(self._size, bool)
+
+    def run(self, rounds_per_look: int | None, traced: bool) -> Iterator[Piece]:
+        """Yields pieces until the queue is empty and every row is finished."""
+        parts = _parts(self._engine)
+        rule = parts.pop("rule")
+        params, follow = self._engine.params, rounds_per_look is not None
+        num_rounds = _TO_THE_END
+        if follow or traced:
+            most = MAX_ROUNDS_PER_LOOK
+            num_rounds = np.int32(min(rounds_per_look or most, most))
+        _, batch = self._next(self._size)
+        state = start_batch(params, batch, **parts)
+        while any(row is not None for row in self._rows):
+            enough = self._refill_size if self._queue else self._size
+            state, look = _advance(
+                params,
+                state,
+                self._stopped.copy(),
+                num_rounds,
+                np.int32(enough),
+                rule=rule,
+                traced=traced,
+                **parts,
+            )
+            yield from self._read(jax.device_get(look), follow)
+            while self._queue and self._rows.count(None) >= self._refill_size:
+                places, batch = self._next(self._refill_size)
+                state = _refill(params, state, places, batch, **parts)
+
+    def _read(self, look: Look, follow: bool) -> Iterator[Piece]:
+        for place, row in enumerate(self._rows):
+            if row is None:
+                continue
+            yield from row.read(look, place, follow)
+            if row.done:
+                self._rows[place], self._stopped[place] = None, True
+
+    def _next(self, size: int) -> tuple[np.ndarray, Batch]:
+        """Gives free places to the next requests; the rest are out of range."""
+        free = [place for place, row in enumerate(self._rows) if row is None]
+        count = min(size, len(self._queue))
+        indices = [self._queue.popleft() for _ in range(count)]
+        engine, plan = self._engine, self._plan
+        for place, index in zip(free, indices, strict=False):
+            request = plan.requests[index]
+            depth = engine.drafter.depth
+            self._rows[place] = Row(request, engine.tokenizer, plan.stop, depth)
+            self._stopped[place] = False
+        places = [*free[:count], *[self._size] * (size - count)]
+        return np.array(places, np.int32), pack(plan, indices, size, self._slots)
+
+
+def _sizes(engine: Engine, num_requests: int, batch_size: int) -> tuple[int, int]:
+    """Returns the rows of a batch, and how many are refilled at once."""
+    over = engine.placement.data if engine.placement else 1
+    size = row_count(min(num_requests, batch_size), over)
+    return size, row_count(max(size // REFILL, 1), over)
 
 
 def compile_programs(
     engine: Engine, plan: Plan, *, batch_size: int, traced: bool = False
 ) -> None:
     """Compiles what `pieces` would run, once for each shape; runs nothing."""
-    shapes = set()
-    for first in range(0, len(plan.requests), batch_size):
-        batch = pack(plan, first, min(first + batch_size, len(plan.requests)))
-        if batch.tokens.shape in shapes:
+    parts = _parts(engine)
+    rule = parts.pop("rule")
+    seen = set()
+    for slots, indices in by_bucket(plan, batch_size):
+        size, refill_size = _sizes(engine, len(indices), batch_size)
+        batch = pack(plan, indices[:size], size, slots)
+        refills = len(indices) > size
+        if (shape := (size, slots, refills)) in seen:
             continue
-        shapes.add(batch.tokens.shape)
-        parts = _parts(engine)
-        rule = parts.pop("rule")
+        seen.add(shape)
         state = jax.eval_shape(partial(start_batch, **parts), engine.params, batch)
-        stopped = np.zeros(len(batch.length), bool)
+        if engine.placement is not None:
+            state = engine.placement.shapes(state)
         start_batch.lower(engine.params, batch, **parts).compile()
         _advance.lower(
             engine.params,
             state,
-            stopped,
+            np.zeros(size, bool),
             _TO_THE_END,
+            np.int32(size),
             rule=rule,
             traced=traced,
             **parts,
         ).compile()
+        if refills:
+            places = np.zeros(refill_size, np.int32)
+            batch = pack(plan, indices[:1], refill_size, slots)
+            _refill.lower(engine.params, state, places, batch, **parts).compile()
 
 
 def _parts(engine: Engine) -> dict[str, Any]:
@@ -123,42 +208,18 @@ def _parts(engine: Engine) -> dict[str, Any]:
         "target": engine.target,
         "drafter": engine.drafter,
         "rule": engine.rule,
+        "placement": engine.placement,
     }
 
 
-def _looks(
-    engine: Engine,
-    batch: Batch,
-    stopped: np.ndarray,
-    rounds_per_look: int | None,
-    traced: bool,
-) -> Iterator[Look]:
-    """Runs a batch and yields what the host sees after every piece of the run.
-
-    Rows that the caller marks in `stopped` in between emit nothing any more.
-    """
-    num_rounds = _TO_THE_END
-    if rounds_per_look is not None or traced:
-        most = MAX_ROUNDS_PER_LOOK
-        num_rounds = np.int32(min(rounds_per_look or most, most))
-    state = start_batch(
-        engine.params, batch, target=engine.target, drafter=engine.drafter
-    )
-    while True:
-        state, look = _advance(
-            engine.params,
-            state,
-            stopped.copy(),
-            num_rounds,
-            traced=traced,
-            **_parts(engine),
-        )
-        yield jax.device_get(look)
-
-
-@partial(jax.jit, static_argnames=("target", "drafter"))
+@partial(jax.jit, static_argnames=("target", "drafter", "placement"))
 def start_batch(
-    params: Params, batch: Any, *, target: LanguageModel, drafter: Drafter
+    params: Params,
+    batch: Any,
+    *,
+    target: LanguageModel,
+    drafter: Drafter,
+    placement: Placement | None = None,
 ) -> decode.DecodeState:
     """Makes the state of a `Batch` and reads its prompts."""
     key = jax.vmap(lambda seed, fold: jax.random.fold_in(jax.random.key(seed), fold))(
@@ -179,12 +240,36 @@ def start_batch(
     )
     # Rows that fill the batch up are finished before they start.
     state = decode.freeze(state, batch.max_new_tokens == 0, decode.LENGTH)
-    return decode.prefill(params, state, target=target, drafter=drafter)
+    if placement is not None:
+        state = placement.pin(state)
+    state = decode.prefill(params, state, target=target, drafter=drafter)
+    return state if placement is None else placement.pin(state)
 
 
 @partial(
     jax.jit,
-    static_argnames=("target", "drafter", "rule", "traced"),
+    static_argnames=("target", "drafter", "placement"),
+    donate_argnames=("state",),
+)
+def _refill(
+    params: Params,
+    state: decode.DecodeState,
+    places: Int[Array, " R"],
+    batch: Any,
+    *,
+    target: LanguageModel,
+    drafter: Drafter,
+    placement: Placement | None,
+) -> decode.DecodeState:
+    """Puts a new `Batch` of R rows into the given places; those past the end drop."""
+    parts = {"target": target, "drafter": drafter, "placement": placement}
+    state = decode.insert(state, places, start_batch(params, batch, **parts))
+    return state if placement is None else placement.pin(state)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("target", "drafter", "rule", "placement", "traced"),
     donate_argnames=("state",),
 )
 def _advance(
@@ -192,26 +277,30 @@ def _advance(
     state: decode.DecodeState,
     stopped: Bool[Array, " B"],
     num_rounds: Int[Array, ""],
+    enough: Int[Array, ""],
     *,
     target: LanguageModel,
     drafter: Drafter,
     rule: AcceptanceRule,
+    placement: Placement | None,
     traced: bool,
 ) -> tuple[decode.DecodeState, Look]:
-    """Freezes rows, then runs `num_rounds` rounds or until all rows are finished.
+    """Freezes rows, then runs `num_rounds` rounds or until `enough` rows are finished.
 
     The record of rounds past its end is dropped; nobody asks for it then.
     """
 
     def unfinished(carry):
         index, state, *_ = carry
-        return (index < num_rounds) & ~state.done.all()
+        return (index < num_rounds) & (state.done.sum(dtype=jnp.int32) < enough)
 
     def body(carry):
         index, before, drafted, emitted, rounds = carry
         state, info = decode.step(
             params, before, target=target, drafter=drafter, rule=rule
         )
+        if placement is not None:  # nothing is to wander from device to device
+            state = placement.pin(state)
         num_drafted = jnp.where(info.num_emitted > 0, info.draft.num_valid, 0)
         drafted = drafted.at[:, index].set(num_drafted, mode="drop")
         emitted = emitted.at[:, index].set(info.num_emitted, mode="drop")
@@ -220,6 +309,8 @@ def _advance(
         return index + 1, state, drafted, emitted, rounds
 
     state = decode.freeze(state, stopped)
+    if placement is not None:
+        state = placement.pin(state)
     blank = jnp.zeros((len(stopped), MAX_ROUNDS_PER_LOOK), jnp.int32)
     rounds = None
     if traced:
@@ -238,4 +329,6 @@ def _advance(
         emitted,
         rounds,
     )
+    if placement is not None and jax.process_count() > 1:
+        look = placement.replicate(look)  # a process sees what its devices have
     return state, look
