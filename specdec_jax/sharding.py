@@ -25,6 +25,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.base import Params, PyTree
 from specdec_jax.cache import KVCache
+from specdec_jax.processes import initialize
+
+__all__ = [
+    "DATA",
+    "MODEL",
+    "Placed",
+    "Placement",
+    "check",
+    "initialize",
+    "make_mesh",
+    "read_shards",
+]
 
 DATA, MODEL = "data", "model"
 

@@ -68,12 +68,17 @@ def generate(
     mesh: options.Mesh = None,
     draft_sharding: options.DraftSharding = "target",
     cpu_devices: options.CpuDevices = None,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    distributed: options.Distributed = False,
     as_json: options.AsJson = False,
 ) -> int:
     """Goes on with prompts, drafting and verifying; greedy unless told otherwise."""
     from specdec_jax.sampling import Sampling
 
     options.simulate_devices(cpu_devices)
+    options.join_processes(coordinator, num_processes, process_id, distributed)
     sampling = Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -196,7 +201,9 @@ def _run(
         show.note(f"{path}: line {problem.line}: {problem.message}")
     if journal is not None:
         plan = journal.rest(plan, [entry.content for entry in entries])
-        show.note(f"{len(entries) - len(plan.requests)} of {len(entries)} were there")
+        if resume:
+            there = len(entries) - len(plan.requests)
+            show.note(f"{there} of {len(entries)} were there")
     with show.status("compiling"), show.clock(timing, "compile_seconds"):
         traced = job.trace is not None
         decoder.compile(plan, batch_size=job.batch_size, trace=traced)

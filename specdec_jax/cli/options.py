@@ -1,5 +1,7 @@
 """Flags that several commands share, and loading what they name."""
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +59,15 @@ DraftSharding = Annotated[
 CpuDevices = Annotated[
     int | None, typer.Option(help="Simulate that many devices on the CPU.")
 ]
+Coordinator = Annotated[
+    str | None, typer.Option(help="host:port of process 0, if there are several.")
+]
+NumProcesses = Annotated[int | None, typer.Option(help="How many processes there are.")]
+ProcessId = Annotated[int | None, typer.Option(help="This one's number, from 0.")]
+Distributed = Annotated[
+    bool,
+    typer.Option("--distributed", help="Join the processes of a TPU pod or of SLURM."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -74,6 +85,25 @@ def simulate_devices(cpu_devices: int | None) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def join_processes(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    distributed: bool,
+) -> None:
+    """Joins the other processes if there are any; all but the first print no answer."""
+    given = (coordinator, num_processes, process_id)
+    if not distributed and given == (None, None, None):
+        return
+    import jax
+
+    from specdec_jax.processes import initialize
+
+    initialize(*given)
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
