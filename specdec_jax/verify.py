@@ -230,7 +230,8 @@ def _run_one(branches, chosen, operands, cache):
             return ~carry[0] & (chosen == name)
 
         start = (jnp.zeros((), bool), results, cache)
-        _, results, cache = jax.lax.while_loop(wanted, body, start)
+        with jax.named_scope(f"width_{name}"):  # `plan` tells the loops by it
+            _, results, cache = jax.lax.while_loop(wanted, body, start)
     return *results, cache
 
 

@@ -38,17 +38,17 @@ def open_folder(path: Path, name: str | None = None) -> Source:
     return Source(
         name=name,
         path=path,
-        config=_read_json(path / "config.json"),
+        config=read_json(path / "config.json"),
         tensors=tensors,
         load_tokenizer=partial(_load_tokenizer, path),
-        generation_config=_read_json(generation) if generation.is_file() else {},
+        generation_config=read_json(generation) if generation.is_file() else {},
     )
 
 
 def _weight_files(path: Path, name: str) -> list[Path]:
     """The files that hold weights: one, or all that the index names."""
     if (path / INDEX).is_file():
-        index = _read_json(path / INDEX)
+        index = read_json(path / INDEX)
         shards = sorted(set(index.get("weight_map", {}).values()))
         missing = [shard for shard in shards if not (path / shard).is_file()]
         if missing or not shards:
@@ -96,7 +96,12 @@ def _read_tensor(file: Path, key: str, index: tuple[slice, ...] = ()) -> np.ndar
         return stored[index] if index else opened.get_tensor(key)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      ValueError: It is not JSON, or no object.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from specdec_jax.checkpoints.family import Family, Row, expand, stored_shape
+from specdec_jax.checkpoints.folder import read_json
 from specdec_jax.checkpoints.gpt2 import GPT2
 from specdec_jax.checkpoints.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from specdec_jax.checkpoints.locate import open_checkpoint
@@ -135,7 +136,7 @@ def build_model(
     settings = Settings(config, source.name)
     # A stored head is used whatever the config says, as transformers 5 does.
     tied = settings.take("tie_word_embeddings", family.tied)
-    has_head = "lm_head.weight" in source.tensors
+    has_head = "lm_head.weight" in source.tensors if source.tensors else not tied
     if not tied and not has_head:
         raise ValueError(
             f"{source.name}: the tensor lm_head.weight is missing, and config.json has "
@@ -149,6 +150,19 @@ def build_model(
             f"checkpoint's {full.max_positions} positions"
         )
     return Decoder(_cut(full, num_layers, source.name), jnp.dtype(dtype))
+
+
+def model_from_config(path: str | Path, dtype: str = "float32") -> Decoder:
+    """Returns the model that a config.json describes; there need be no weights.
+
+    Raises:
+      FileNotFoundError: There is no such file.
+      ValueError: It is no config of a supported model.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no config file {file}")
+    return build_model(Source(str(file), file, read_json(file), {}), dtype)
 
 
 def read_params(source: Source, model: Decoder, place: Place) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import typer
 from specdec_jax.cli.audit import audit
 from specdec_jax.cli.bench import bench
 from specdec_jax.cli.calibrate import calibrate
+from specdec_jax.cli.environment import leave_absent_tpus_alone
 from specdec_jax.cli.generate import generate
 from specdec_jax.cli.info import info
+from specdec_jax.cli.plan import plan
 from specdec_jax.cli.theory import theory
 
 app = typer.Typer(
@@ -30,6 +32,7 @@ app.command()(bench)
 app.command()(calibrate)
 app.command()(theory)
 app.command()(audit)
+app.command()(plan)
 app.command()(info)
 
 
@@ -43,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: the command's own, or 2 for a user's mistake.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    leave_absent_tpus_alone()
     try:
         return app(arguments, prog_name="specdec", standalone_mode=False) or 0
     except (ValueError, OSError, FloatingPointError) as error:

@@ -3,6 +3,8 @@
 import os
 import platform
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("specdec-jax", "jax", "jaxlib", "flax", "transformers", "numpy")
@@ -20,6 +22,20 @@ def environment() -> dict[str, Any]:
         "devices": [device.device_kind for device in jax.devices()],
         "cores": os.cpu_count(),
     }
+
+
+def leave_absent_tpus_alone() -> None:
+    """Keeps JAX from looking for TPUs where libtpu is installed for `plan` alone.
+
+    It would complain at length about a machine that has none, and go on without.
+    """
+    chips = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
+    if os.environ.get("JAX_PLATFORMS") or chips or not find_spec("libtpu"):
+        return
+    import jax
+
+    has_gpu = Path("/dev/nvidiactl").exists() and find_spec("jax_cuda12_plugin")
+    jax.config.update("jax_platforms", "cuda,cpu" if has_gpu else "cpu")
 
 
 def _version(package: str) -> str | None:

@@ -89,11 +89,12 @@ class ModelDrafter:
         )
         zero = jnp.zeros((), jnp.int32)
         token, tokens, laws = draw_next(zero, logits, context.tokens, laws)
-        _, _, cache, tokens, laws = jax.lax.while_loop(
-            lambda carry: carry[0] < context.max_draft.max(),
-            body,
-            (zero + 1, token, cache, tokens, laws),
-        )
+        with jax.named_scope("drafting"):  # `plan` tells the loop by it
+            _, _, cache, tokens, laws = jax.lax.while_loop(
+                lambda carry: carry[0] < context.max_draft.max(),
+                body,
+                (zero + 1, token, cache, tokens, laws),
+            )
         slots = context.length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)[None]
         drafted = jnp.take_along_axis(tokens, slots, axis=1)
         draft = Draft(drafted, context.max_draft, laws)

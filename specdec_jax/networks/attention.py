@@ -172,4 +172,5 @@ def _over_cache(
         oldest = view.earliest - (window - 1)
         first = jnp.maximum(oldest, 0) // SLOT_BLOCK
     last = (view.longest + SLOT_BLOCK - 1) // SLOT_BLOCK
-    return jax.lax.fori_loop(first, last, step, state)
+    with jax.named_scope("over_cache"):  # `plan` tells the loop by it
+        return jax.lax.fori_loop(first, last, step, state)
