@@ -133,7 +133,7 @@ def _band(axes, x, estimates, colour, label):
 EXPERIMENT = common.Experiment(
     question=__doc__.splitlines()[0],
     config=Config(),
-    smoke=Config("random", "random", (0.0, 1.0), 2, 2, 1, 8),
+    smoke=Config("random", "random", (1.0,), 2, 2, 1, 8),
     measure=measure,
     draw=draw,
 )

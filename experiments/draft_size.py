@@ -134,11 +134,10 @@ def _drafts(config, decoder):
     """Yields each draft: name, drafter, variables, parameters that are its own."""
     target, vocab_size = decoder.engine.target, decoder.engine.target.vocab_size
     yield "uniform", Uniform(vocab_size, 1), None, 0
-    random = _shape(target.config, *config.sizes[len(config.sizes) // 2][1:])
-    yield (
-        "random weights",
-        *_drafter("random", random, init_params(random, seed=1), decoder.tokenizer),
-    )
+    if config.target != "random":
+        shape = _shape(target.config, *config.sizes[len(config.sizes) // 2][1:])
+        params = init_params(shape, seed=1)
+        yield "random weights", *_drafter("random", shape, params, decoder.tokenizer)
     for name, *size in config.sizes:
         shape = _shape(target.config, *size)
         params = _distilled(config, name, shape)

@@ -215,7 +215,7 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
     Example:
       >>> fingerprint({"seed": 0, "stop": ()})
-      '97ec6c8a2d7f'
+      '2c54f2f5a7ad'
     """
     told = repr(sorted(settings.items(), key=lambda item: item[0]))
     return hashlib.sha256(told.encode()).hexdigest()[:12]

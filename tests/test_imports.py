@@ -22,6 +22,8 @@ BELOW = {
     "networks": {"base", "cache"},
     "checkpoints": {"base", "cache", "networks"},
     "theory": set(),
+    "processes": set(),
+    "sharding": {"base", "cache", "processes"},
     "audit": {
         "base",
         "rng",

@@ -21,6 +21,7 @@ from specdec_jax.sharding import Placement, make_mesh, read_shards
 from specdec_jax.text import running
 from specdec_jax.text.packing import pack
 
+FULL = bool(os.environ.get("SPECDEC_FULL"))
 MESHES = ["data=8", "data=4,model=2", "data=2,model=4", "model=8"]
 PROMPTS = [
     [1, 2, 3],
@@ -59,7 +60,7 @@ def test_texts_of_a_table_model_are_the_same_on_every_mesh(rule, size):
         return [(r.token_ids, r.rounds, r.acceptance_histogram) for r in results]
 
     alone = texts()
-    for mesh in MESHES:
+    for mesh in MESHES if FULL or rule == "rejection" else MESHES[1:2]:
         assert texts(mesh=mesh) == alone, mesh
 
 
@@ -124,7 +125,7 @@ def checkpoint(tmp_path_factory):
     return tiny.save_checkpoint(tmp_path_factory.mktemp("sharded") / "target", eos=None)
 
 
-@pytest.mark.skipif(not os.environ.get("SPECDEC_FULL"), reason="takes minutes")
+@pytest.mark.skipif(not FULL, reason="takes minutes")
 def test_real_weights_give_the_same_texts_up_to_near_ties():
     """The bundled pair; each difference is explained and counted."""
     prompts = [
@@ -234,7 +235,8 @@ def test_the_command_line_takes_a_mesh(checkpoint, capsys):
     assert "must be at least 1" in capsys.readouterr().err
 
 
-def test_info_shows_every_placement(checkpoint, capsys):
+def test_info_shows_every_placement(checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     command = ["info", "--mesh", "model=4", "--target", checkpoint, "--draft", "ngram"]
     assert main(command) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -243,4 +245,5 @@ def test_info_shows_every_placement(checkpoint, capsys):
     assert "cache/keys" in out
     assert main([*command, "--json"]) == 0
     placed = json.loads(capsys.readouterr().out)["placements"]["target"]
-    assert {"spec": [None, "model"], "undivided": []}.items() <= placed[7].items()
+    [up] = [one for one in placed if one["name"] == "layers_1/mlp/up_proj/kernel"]
+    assert (up["spec"], up["undivided"]) == ([None, "model"], [])
