@@ -25,11 +25,9 @@ import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from specdec_jax import compilation
 from specdec_jax.base import Draft, Params
 from specdec_jax.calibrate import calibrate
 from specdec_jax.checkpoints import load
-from specdec_jax.cli.prompts import bundled_prompts, contents, read_all
 from specdec_jax.drafters import ModelDrafter
 from specdec_jax.networks import Decoder, DecoderConfig, Rotary
 from specdec_jax.rng import draw as draw_token
@@ -112,22 +110,11 @@ class Uniform:
 
 
 def measure(config):
-    compilation.enable_compilation_cache()
-    loaded, prompts = _target(config)
+    loaded, prompts = calibrated.pair(config)
     drafts = [
         _measured(config, loaded, prompts, *one) for one in _drafts(config, loaded)
     ]
     return {"drafts": drafts, "summary": [_line(one) for one in drafts]}
-
-
-def _target(config):
-    """Returns the target as the decoder has it, and its prompts."""
-    if config.target == "random":
-        decoder = calibrated.random_pair()
-        return decoder, [[5, 7, 5], [9, 2]]
-    decoder = SpeculativeDecoder.from_pretrained(config.target)
-    entries = read_all(bundled_prompts(), config.num_prompts)
-    return decoder, contents(decoder, entries, chat=False)
 
 
 def _drafts(config, decoder):

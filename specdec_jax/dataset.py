@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specdec_jax.text import SpeculativeDecoder
+from specdec_jax.text.decoder import ROUNDS_PER_LOOK
 from specdec_jax.text.packing import Plan
 from specdec_jax.text.requests import Prompt, as_prompts
 from specdec_jax.text.results import NonFiniteLogitsError, Result
@@ -51,19 +52,13 @@ class Journal:
         self._lines: dict[int, Any] = {}
         self._writes = jax.process_index() == 0
         self._file: Any = None
-        if self._writes:
-            self._open(resume)
-
-    def _open(self, resume: bool) -> None:
-        path = self._path
-        if path.exists() and path.stat().st_size:
+        if self._writes and path.exists() and path.stat().st_size:
             if not resume:
                 raise FileExistsError(
                     f"{path} has results already; go on with them (--resume), or "
                     "write to another file"
                 )
             self._read()
-        self._file = path.open("a", encoding="utf-8")
 
     def _read(self) -> None:
         """Reads the lines that are whole, and cuts off one that is not."""
@@ -118,7 +113,9 @@ class Journal:
         self._file.flush()
 
     def __enter__(self) -> "Journal":
-        """Returns itself."""
+        """Opens the file."""
+        if self._writes:
+            self._file = self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -186,7 +183,7 @@ def decode_dataset(
     prompts = as_prompts(prompts)
     plan = decoder.plan(prompts, **settings)
     if rounds_per_look is None and plan.stop:
-        rounds_per_look = 4
+        rounds_per_look = ROUNDS_PER_LOOK
     engine = decoder.engine
     parts = (engine.target, engine.drafter, engine.rule)
     run = fingerprint({"parts": [str(part) for part in parts], **settings})

@@ -187,16 +187,22 @@ class Placement:
             if re.search(rf"(^|/){pattern}$", path) and len(axes) == len(shape):
                 names = axes
         groups = getattr(getattr(model, "config", None), "num_kv_heads", 1)
-        return self._placed(path, shape, names, groups, draft)
+        return self.tensor(path, shape, names, groups, draft)
 
-    def cache(
-        self, model: Any, batch_size: int | None = None, *, draft: bool = False
-    ) -> list[Placed]:
+    def parameters(
+        self, shapes: Mapping[str, Sequence[int]], model: Any, *, draft: bool = False
+    ) -> dict[str, Placed]:
+        """Returns where all parameters of a model lie, from their shapes by path."""
+        return {
+            path: self.parameter(path, shape, model, draft=draft)
+            for path, shape in shapes.items()
+        }
+
+    def cache(self, model: Any, *, draft: bool = False) -> list[Placed]:
         """Returns where the buffers of a layer lie, at a batch that `data` divides."""
-        rows = batch_size or self.data
-        buffers = jax.eval_shape(lambda: model.init_cache(rows, 1))
+        buffers = jax.eval_shape(lambda: model.init_cache(self.data, 1))
         return [
-            self._placed(f"cache/{name}", one.shape, CACHE, one.shape[1], draft)
+            self.tensor(f"cache/{name}", one.shape, CACHE, one.shape[1], draft)
             for name, one in (("keys", buffers.keys[0]), ("values", buffers.values[0]))
         ]
 
@@ -228,7 +234,7 @@ class Placement:
         def leaf(x: Any, names: Sequence[str | None]) -> Any:
             names = (*names, *[None] * x.ndim)[: x.ndim]
             heads = x.shape[1] if len(names) > 1 else 1
-            return self.sharding(self._placed("", x.shape, names, heads, draft))
+            return self.sharding(self.tensor("", x.shape, names, heads, draft))
 
         def node(x: Any) -> Any:
             if not isinstance(x, KVCache):
@@ -261,15 +267,18 @@ class Placement:
         where = NamedSharding(self.mesh, PartitionSpec())
         return jax.lax.with_sharding_constraint(tree, where)
 
-    def _placed(
+    def tensor(
         self,
         name: str,
         shape: Sequence[int],
         names: Sequence[str | None],
-        groups: int,
-        draft: bool,
+        groups: int = 1,
+        draft: bool = False,
     ) -> Placed:
-        """Decides for each axis; heads are divided in `groups`, whatever their size."""
+        """Decides for each axis of a tensor, by its logical name.
+
+        Heads are divided in `groups`, whatever their size.
+        """
         rules = DRAFT_RULES[self.draft] if draft else RULES
         spec: list[str | None] = []
         undivided = []

@@ -22,7 +22,7 @@ from specdec_jax.sampling import Sampling
 from specdec_jax.text import SpeculativeDecoder
 from specdec_jax.text.packing import Batch, Request
 from specdec_jax.text.requests import Prompt
-from specdec_jax.text.running import Engine, start_batch
+from specdec_jax.text.running import Engine
 
 PART_ROUNDS = 64
 """Rounds that one measurement of a part lasts."""
@@ -147,13 +147,7 @@ class _Arm:
 
     def __init__(self, engine: Engine, batch: Batch, indices: list[int]):
         self.engine, self._size = engine, len(indices)
-        self._prefilled = start_batch(
-            engine.params,
-            batch,
-            target=engine.target,
-            drafter=engine.drafter,
-            placement=engine.placement,
-        )
+        self._prefilled = engine.start(batch)
         _, self.finished = run_rounds(self.engine, self._copy())
         check_finite(self.finished, indices)
 

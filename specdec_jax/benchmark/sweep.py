@@ -32,7 +32,7 @@ from specdec_jax.benchmark.units import batches, check_finite, run_rounds
 from specdec_jax.decode import DecodeState
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.text.packing import Batch, Plan
-from specdec_jax.text.running import Engine, start_batch
+from specdec_jax.text.running import Engine
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Draft lengths that are tried, unless told otherwise."""
@@ -223,13 +223,7 @@ class _Arm:
 
     def _start(self, batch: Batch) -> DecodeState:
         """Reads the prompts; a full draft fits wherever a row lacks a token."""
-        state = start_batch(
-            self.engine.params,
-            batch,
-            target=self.engine.target,
-            drafter=self.starter,
-            placement=self.engine.placement,
-        )
+        state = self.engine.start(batch, self.starter)
         histogram = state.counts.histogram[:, : self.length + 1]
         return jax.block_until_ready(
             state._replace(

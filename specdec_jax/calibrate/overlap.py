@@ -25,7 +25,7 @@ from specdec_jax.benchmark.units import batches, check_finite, run_rounds
 from specdec_jax.rng import draw
 from specdec_jax.sampling import History, policy
 from specdec_jax.text.packing import Plan
-from specdec_jax.text.running import Engine, start_batch
+from specdec_jax.text.running import Engine
 
 
 class Overlaps(NamedTuple):
@@ -68,13 +68,7 @@ def overlaps(
     total = np.zeros(num_prompts, np.float64)
     num_places = np.zeros(num_prompts, np.int64)
     for requests, batch in batches(plan, batch_size):
-        state = start_batch(
-            engine.params,
-            batch,
-            target=engine.target,
-            drafter=witness,
-            placement=engine.placement,
-        )
+        state = engine.start(batch, witness)
         _, state = run_rounds(engine, state)
         indices = [request.index for request in requests]
         check_finite(state, indices)

@@ -83,12 +83,9 @@ def _placements(
         model = build_model(
             open_checkpoint(name), num_layers=num_layers if is_draft else None
         )
-        tensors = [
-            placement.parameter(path, shape, model, draft=is_draft)
-            for path, shape in parameter_shapes(model).items()
-        ]
-        cache = placement.cache(model, draft=is_draft)
-        placed[part] = [*tensors, *cache]
+        shapes = parameter_shapes(model)
+        tensors = placement.parameters(shapes, model, draft=is_draft).values()
+        placed[part] = [*tensors, *placement.cache(model, draft=is_draft)]
     return placed
 
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specdec_jax.acceptance import Rejection
 from specdec_jax.base import Params
+from specdec_jax.cache import SLOT_BLOCK
 from specdec_jax.checkpoints.load import model_from_config, parameter_shapes
 from specdec_jax.decode import bucket
 from specdec_jax.drafters import ModelDrafter, NgramDrafter
@@ -28,7 +29,7 @@ from specdec_jax.networks import Decoder
 from specdec_jax.plan.hlo import Instruction, Module, parse
 from specdec_jax.plan.traffic import Traffic, Walk
 from specdec_jax.sampling import Sampling
-from specdec_jax.sharding import DATA, MODEL, Placement, make_mesh
+from specdec_jax.sharding import Placement, make_mesh
 from specdec_jax.text import running
 from specdec_jax.text.packing import Batch, eos_rows
 
@@ -62,6 +63,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if request["draft_config"] is not None:
         small = model_from_config(request["draft_config"], request["dtype"])
     parts = _parts(target, small, placement, request)
+    placed = placement.parameters(parameter_shapes(target), target)
     rounds = running._advance.lower(
         parts.params,
         parts.state,
@@ -85,11 +87,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         },
         "round": _round(str(rounds.as_text()), parts, request["num_draft_tokens"]),
         "undivided": sorted(
-            {
-                axis
-                for path, shape in parameter_shapes(target).items()
-                for axis in placement.parameter(path, shape, target).undivided
-            }
+            {axis for one in placed.values() for axis in one.undivided}
         ),
     }
 
@@ -153,19 +151,22 @@ def _parts(
 
 
 def _variables(model: Decoder, placement: Placement, draft: bool) -> dict[str, Any]:
-    flat = {}
-    for path, shape in parameter_shapes(model).items():
-        where = placement.sharding(placement.parameter(path, shape, model, draft=draft))
-        flat[path] = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=where)
+    placed = placement.parameters(parameter_shapes(model), model, draft=draft)
+    flat = {
+        path: jax.ShapeDtypeStruct(
+            one.shape, jnp.dtype(model.dtype), sharding=placement.sharding(one)
+        )
+        for path, one in placed.items()
+    }
     return {"params": traverse_util.unflatten_dict(flat, sep="/")}
 
 
 def _logits(target: Decoder, placement: Placement, rows: int) -> Any:
     """Returns the shape of a plain step's logits, as the policy reads them."""
-    divided = target.vocab_size % placement.mesh.shape[MODEL] == 0
-    spec = PartitionSpec(DATA, MODEL if divided else None)
-    where = NamedSharding(placement.mesh, spec)
-    return jax.ShapeDtypeStruct((rows, target.vocab_size), jnp.float32, sharding=where)
+    shape = rows, target.vocab_size
+    placed = placement.tensor("logits", shape, ("batch", "vocab"))
+    where = placement.sharding(placed)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
 
 def _device_bytes(tree: Any) -> int:
@@ -193,7 +194,7 @@ def _memory(compiled: Any) -> dict[str, int]:
 def _round(text: str, parts: _Parts, depth: int) -> dict[str, Any]:
     """Returns what one round moves: as a whole, and its passes by themselves."""
     module = parse(text)
-    slots = -(-parts.state.cache.capacity // 128)
+    slots = -(-parts.state.cache.capacity // SLOT_BLOCK)
 
     def trips(width: int) -> Any:
         def of(loop: Instruction) -> float | None:

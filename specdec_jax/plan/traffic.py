@@ -91,18 +91,6 @@ class Walk:
             self._known[name] = total
         return self._known[name]
 
-    def loops(self, computation: str) -> dict[str, Instruction]:
-        """Returns the loops reachable from a computation, by name."""
-        found: dict[str, Instruction] = {}
-        for one in self.module.computations[computation].values():
-            if one.opcode == "while":
-                found[one.name] = one
-            for role in ("body", "to_apply", "calls", "branch_computations"):
-                inner = one.called(role)
-                if inner in self.module.computations and one.opcode != "fusion":
-                    found |= self.loops(inner)
-        return found
-
     def trips(self, loop: Instruction) -> float:
         """Returns how often a loop runs."""
         asked = self._trips(loop)
@@ -149,9 +137,9 @@ class Walk:
             inside = sum(array.num_bytes for array in given if array.in_memory)
             return Traffic(2 * inside, {plain: size})
         read, written = self._sizes(one, where)
-        return Traffic(read + written, moved=self._moved(one, where))
+        return Traffic(read + written, moved=self._moved(one))
 
-    def _moved(self, one: Instruction, where: str) -> dict[str, float]:
+    def _moved(self, one: Instruction) -> dict[str, float]:
         """Returns what an instruction moves within main memory, if that is all."""
         kind = one.opcode
         if kind == "fusion":

@@ -98,11 +98,7 @@ def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], 
     from specdec_jax.checkpoints.load import parameter_shapes
 
     def place(model: Any) -> Callable[[str, tuple[int, ...], Any], Any]:
-        shapes = parameter_shapes(model.clone(tiled=False))
-        placed = {
-            path: placement.parameter(path, shape, model, draft=draft)
-            for path, shape in shapes.items()
-        }
+        placed = placement.parameters(parameter_shapes(model), model, draft=draft)
         if not draft:
             check(placement, placed.values(), name)
 

@@ -50,6 +50,16 @@ class Engine(NamedTuple):
     placement: Placement | None = None
     """Where they lie on a mesh; None leaves it to JAX."""
 
+    def start(self, batch: Any, drafter: Drafter | None = None) -> decode.DecodeState:
+        """Makes the state of a batch and reads its prompts; see `start_batch`."""
+        return start_batch(
+            self.params,
+            batch,
+            target=self.target,
+            drafter=drafter or self.drafter,
+            placement=self.placement,
+        )
+
 
 def pieces(
     engine: Engine,
@@ -121,7 +131,7 @@ class _Pool:
             most = MAX_ROUNDS_PER_LOOK
             num_rounds = np.int32(min(rounds_per_look or most, most))
         _, batch = self._next(self._size)
-        state = start_batch(params, batch, **parts)
+        state = self._engine.start(batch)
         while any(row is not None for row in self._rows):
             enough = self._refill_size if self._queue else self._size
             state, look = _advance(
