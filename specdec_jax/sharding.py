@@ -94,7 +94,7 @@ def make_mesh(
     Args:
       axes: Sizes, as "data=2,model=4" or a mapping; an axis that is not named has size
         1. A mesh with these axes is returned as it is.
-      devices: What to lay out; all of JAX's by default.
+      devices: What to lay out, all of it; by default as many of JAX's as are needed.
 
     Raises:
       ValueError: An axis is unknown or not a number, or the devices do not suffice.
@@ -110,10 +110,11 @@ def make_mesh(
             )
         return axes
     sizes = _sizes(axes)
-    devices = jax.devices() if devices is None else list(devices)
     needed = math.prod(sizes.values())
     told = ",".join(f"{name}={size}" for name, size in sizes.items())
-    if needed > len(devices) or (needed < len(devices) and jax.process_count() > 1):
+    may_leave = devices is None and jax.process_count() == 1
+    devices = jax.devices() if devices is None else list(devices)
+    if needed > len(devices) or (needed < len(devices) and not may_leave):
         raise ValueError(
             f"mesh {told} needs {needed} devices and there are {len(devices)}; their "
             "product must be the number of devices (--cpu-devices simulates more)"

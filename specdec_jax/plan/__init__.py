@@ -195,7 +195,7 @@ def _ideal(found: Mapping[str, Any], request: Mapping[str, Any]) -> float:
         each = found["draft_weights"] + found["draft_cache"] + found["logits"]
         drafts = depth * each
     verify = found["weights"] + found["cache"] + (depth + 1) * found["logits"]
-    return verify + drafts
+    return float(verify + drafts)
 
 
 def _flops(request: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
@@ -203,7 +203,7 @@ def _flops(request: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, fl
     rows = request["batch_size"]
     itemsize = jnp.dtype(request["dtype"]).itemsize
 
-    def token(weights: float, cache: float) -> float:
+    def token(weights: float | int, cache: float | int) -> float:
         # Each cached number is multiplied and added once for every query that reads it.
         return 2 * weights / itemsize * rows + 2 * cache / itemsize
 

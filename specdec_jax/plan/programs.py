@@ -182,12 +182,13 @@ def _device_bytes(tree: Any) -> int:
 
 def _memory(compiled: Any) -> dict[str, int]:
     found = compiled.memory_analysis()
+    code = found.generated_code_size_in_bytes
     return {
         "arguments": found.argument_size_in_bytes,
         "outputs": found.output_size_in_bytes - found.alias_size_in_bytes,
-        # The compiler's figure holds the program itself.
-        "temporaries": found.temp_size_in_bytes - found.generated_code_size_in_bytes,
-        "code": found.generated_code_size_in_bytes,
+        # The compiler's figure holds the program itself, unless it is 0.
+        "temporaries": max(found.temp_size_in_bytes - code, 0),
+        "code": code,
     }
 
 
