@@ -73,6 +73,7 @@ class Uniform:
 
     vocab_size: int
     num_draft_tokens: int
+    siblings = "none"
     hidden_layers = ()
 
     @property

@@ -45,6 +45,7 @@ class Forced:
     rate: float
     lossless: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = False
+    siblings: ClassVar[tuple[str, ...]] = ("none",)
     noise: ClassVar[str] = "round"
 
     def law(self, draft, target_log_probs):

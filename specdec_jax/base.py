@@ -118,6 +118,16 @@ class Params(NamedTuple):
     """A variables dict, a tuple of them for a composed drafter, or None."""
 
 
+SIBLINGS = ("none", "independent", "distinct", "ranked")
+"""How a drafter chooses the children of one node.
+
+*   none: there is one at the most, as in a chain.
+*   independent: each is drawn from its own row of `log_probs`, given the path alone.
+*   distinct: drawn in order from one row, without those drawn before.
+*   ranked: in any other way (the likeliest, pruned, merged): they have no law.
+"""
+
+
 class Draft(NamedTuple):
     """What a drafter proposes for one round."""
 
@@ -197,6 +207,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def siblings(self) -> str:
+        """How children of one node are chosen, one of `SIBLINGS`; "none" for chains."""
+        ...
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs `update` and `prefill` want to see."""
         ...
@@ -257,6 +272,11 @@ class AcceptanceRule(Protocol):
     @property
     def needs_log_probs(self) -> bool:
         """Whether it refuses drafts without `log_probs`."""
+        ...
+
+    @property
+    def siblings(self) -> tuple[str, ...]:
+        """The kinds of `SIBLINGS` whose drafts it can judge."""
         ...
 
     @property

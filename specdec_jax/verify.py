@@ -199,6 +199,13 @@ def _check_draft(draft, context, drafter, rule, vocab_size):
         )
     if draft.parents is not None:
         chex.assert_shape(draft.parents, shape)
+    siblings = "none" if draft.parents is None else drafter.siblings
+    if siblings not in rule.siblings:
+        raise ValueError(
+            f"{rule} judges drafts whose siblings are {' or '.join(rule.siblings)}, "
+            f"and those of {drafter} are {siblings}: its output would not be the "
+            "target's; use the coupled rule, which takes any draft"
+        )
 
 
 def _clip(draft: Draft, tree: _Tree, max_draft: Int[Array, " B"]) -> Draft:

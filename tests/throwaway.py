@@ -14,6 +14,7 @@ from specdec_jax.verify import verify_round
 class _Plain:
     """The parts that most of these do not need."""
 
+    siblings: ClassVar = "none"
     hidden_layers: ClassVar = ()
 
     def init(self, params, batch_size, capacity, inputs=None):
@@ -37,6 +38,7 @@ class Tree(_Plain):
     vocab_size: int
     num_nodes: ClassVar = 6
     depth: ClassVar = 2
+    siblings: ClassVar = "ranked"
 
     def draft(self, state, context):
         one = _last(context) + jnp.arange(1, 3, dtype=jnp.int32)[None]
@@ -84,6 +86,7 @@ class HiddenReader(_Plain):
     target: Any
     num_nodes: ClassVar = 1
     depth: ClassVar = 1
+    siblings: ClassVar = "none"
     hidden_layers: ClassVar = (-1,)
 
     def init(self, params, batch_size, capacity, inputs=None):
@@ -113,6 +116,7 @@ class Scheduled:
 
     inner: Any
     schedule: tuple[int, ...]
+    siblings: ClassVar = "none"
     hidden_layers: ClassVar = ()
 
     @property
@@ -144,6 +148,7 @@ class Staged:
     """Two models share the chain: each continues what the one before drafted."""
 
     stages: tuple[ModelDrafter, ...]
+    siblings: ClassVar = "none"
     hidden_layers: ClassVar = ()
 
     @property
@@ -206,6 +211,7 @@ class Nested:
     inner: ModelDrafter
     rounds: int = 2
     share_noise: bool = False  # the fault: inner coins are the outer ones
+    siblings: ClassVar = "none"
     hidden_layers: ClassVar = ()
 
     @property

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specdec_jax.base import Draft, Noise, Verdict
+from specdec_jax.base import SIBLINGS, Draft, Noise, Verdict
 from specdec_jax.rng import draw
 
 
@@ -25,6 +25,7 @@ class Coupled:
 
     lossless: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = False
+    siblings: ClassVar[tuple[str, ...]] = SIBLINGS
     noise: ClassVar[str] = "position"
 
     def law(

@@ -26,6 +26,7 @@ class Rejection:
 
     lossless: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = False
+    siblings: ClassVar[tuple[str, ...]] = ("none",)
     noise: ClassVar[str] = "round"
 
     def law(

@@ -189,7 +189,9 @@ def _parts(engine: Engine, plain: _Arm, own: _Arm) -> dict[str, Callable[[], flo
     draft, middle = draft_rounds(
         programs.midway(own.finished, drafter.depth), num_rounds=np.int32(1)
     )
-    replay = programs.Replay(drafter.num_nodes, drafter.depth, drafter.hidden_layers)
+    replay = programs.Replay(
+        drafter.num_nodes, drafter.depth, drafter.hidden_layers, drafter.siblings
+    )
     discarding = jax.tree.map(jnp.copy, middle)
     replaying = jax.tree.map(jnp.copy, middle._replace(drafter_state=draft))
 

@@ -214,6 +214,7 @@ class Replay:
     num_nodes: int
     depth: int
     hidden_layers: tuple[int, ...]
+    siblings: str = "none"
 
     def init(self, params, batch_size, capacity, inputs=None):
         """Returns nothing to replay; the state is put in from outside."""
@@ -248,6 +249,11 @@ class Around:
     def depth(self) -> int:
         """The other's."""
         return self.drafter.depth
+
+    @property
+    def siblings(self) -> str:
+        """The other's."""
+        return self.drafter.siblings
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

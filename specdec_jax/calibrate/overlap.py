@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.base import Draft, Noise, Verdict
+from specdec_jax.base import SIBLINGS, Draft, Noise, Verdict
 from specdec_jax.benchmark.bootstrap import Estimate, estimate
 from specdec_jax.benchmark.programs import Around
 from specdec_jax.benchmark.sweep import with_length
@@ -108,6 +108,7 @@ class Plain:
 
     lossless: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = False
+    siblings: ClassVar[tuple[str, ...]] = SIBLINGS
     noise: ClassVar[str] = "position"
 
     def law(

@@ -33,6 +33,7 @@ class ModelDrafter:
     num_draft_tokens: int
     vocab_size: int | None = None
     window: int = 2
+    siblings: ClassVar[str] = "none"
     hidden_layers: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self):

@@ -26,6 +26,7 @@ class NgramDrafter:
 
     num_draft_tokens: int
     max_ngram: int = 3
+    siblings: ClassVar[str] = "none"
     hidden_layers: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self):

@@ -14,6 +14,7 @@ class NoDrafter:
 
     num_nodes: ClassVar[int] = 0
     depth: ClassVar[int] = 0
+    siblings: ClassVar[str] = "none"
     hidden_layers: ClassVar[tuple[int, ...]] = ()
 
     def init(self, params, batch_size, capacity, inputs=None):

@@ -33,6 +33,7 @@ class BlockLaw:
     clip_at_end: bool = False
     lossless: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = True
+    siblings: ClassVar[tuple[str, ...]] = ("none",)
     noise: ClassVar[str] = "round"
 
     def law(self, draft: Draft, target_log_probs: Float[Array, "M V"]):

@@ -61,6 +61,7 @@ class Chain:
     noise: str = "round"
     lossless: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = False
+    siblings: ClassVar[tuple[str, ...]] = ("none",)
 
     def law(self, draft: Draft, target_log_probs: Rows):
         """See `base.AcceptanceRule.law`; sees neither coins nor counting."""
