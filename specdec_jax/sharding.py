@@ -213,13 +213,17 @@ class Placement:
 
     def place_params(self, params: Params, target: Any, drafter: Any) -> Params:
         """Puts variables where they belong; what lies there already stays."""
-        small = getattr(drafter, "model", None)
+        small = getattr(drafter, "model", None)  # a tuple where several draft
         return Params(
             self._place_variables(params.target, target, False),
             self._place_variables(params.draft, small, True),
         )
 
     def _place_variables(self, variables: PyTree, model: Any, draft: bool) -> PyTree:
+        if isinstance(model, tuple) and variables is not None:
+            pairs = zip(variables, model, strict=True)
+            return tuple(self._place_variables(own, one, draft) for own, one in pairs)
+
         def put(path: Any, leaf: Any) -> jax.Array:
             where = self.parameter(_path(path), leaf.shape, model, draft=draft)
             return jax.device_put(leaf, self.sharding(where))

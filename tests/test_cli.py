@@ -239,7 +239,8 @@ def test_what_was_done_before_bad_numbers_is_written(run, tmp_path):
         (["generate", "--prompts", "/no/file.jsonl"], "/no/file.jsonl"),
         (["generate", "x", "--output", "o.jsonl"], "--prompts"),
         (["generate", "x", "--batch-size", "0"], "batch_size is 0"),
-        (["generate", "x", "--draft", "ngram", "--draft", "none"], "staged drafts"),
+        (["generate", "x", "--draft", "ngram", "--draft", "ngram"], "say how they"),
+        (["generate", "x", "--num-draft-tokens", "4,x"], "num_draft_tokens is '4,x'"),
         (["generate", "x"], "--target smollm2-135m"),
     ],
 )

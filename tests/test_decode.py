@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from throwaway import EarlyExit, HiddenReader, Nested, Scheduled, Staged, Tree
+from throwaway import EarlyExit, HiddenReader, Nested, Scheduled, Tree
 
 from specdec_jax import decode, rng
 from specdec_jax.acceptance import Coupled, Rejection
 from specdec_jax.audit.statistics import goodness_of_fit, joint_counts
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter, Staged
 from specdec_jax.sampling import Sampling
 
 VOCAB = 4
@@ -33,10 +33,6 @@ def model(num_draft_tokens, **options):
     return ModelDrafter(TARGET, num_draft_tokens, **options)
 
 
-def staged(window):
-    return Staged((model(2, window=window), model(1, window=window)))
-
-
 DRAFTERS = {
     "none": (NoDrafter(), None),
     "model-1": (model(1), DRAFT_TABLE),
@@ -44,7 +40,10 @@ DRAFTERS = {
     "model-8": (model(8), DRAFT_TABLE),
     "ngram": (NgramDrafter(3), None),
     "scheduled": (Scheduled(model(4), (4, 0, 0, 4)), DRAFT_TABLE),
-    "staged": (staged(4), (DRAFT_TABLE, OTHER_TABLE)),
+    "staged": (
+        Staged((model(2), NgramDrafter(2), model(1))),
+        (DRAFT_TABLE, None, OTHER_TABLE),
+    ),
     "nested": (Nested(TARGET, model(1, window=5)), (DRAFT_TABLE, OTHER_TABLE)),
     "early exit": (EarlyExit(TARGET, 3), None),
     "hidden reader": (HiddenReader(TARGET), None),
@@ -213,7 +212,7 @@ def test_self_draft_is_accepted_whole():
         run(EarlyExit(TARGET, 3), None, temperature=0.0).counts.num_accepted,
         run(EarlyExit(TARGET, 3), None, temperature=0.0).counts.num_drafted,
     )
-    both = run(staged(4), (TABLE, TABLE), budget=20)
+    both = run(Staged((model(2), model(1))), (TABLE, TABLE), budget=20)
     np.testing.assert_array_equal(both.counts.num_accepted, both.counts.num_drafted)
 
 

@@ -497,13 +497,26 @@ def test_a_misspelt_option_is_an_error():
         scripted([30]).generate([PROMPT], temprature=1.0)
 
 
+TWO = {"draft": ["pystd-draft", "ngram"], "compose": "staged"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_draft_tokens": -1}, r"num_draft_tokens is -1"),
         ({"rule": "rejecton"}, r"did you mean 'rejection'"),
         ({"mesh": "rows=2"}, r"'rows' = '2' is no axis"),
-        ({"draft": ["ngram", "none"]}, r"staged drafts are not available"),
+        ({"draft": ["ngram", "ngram"]}, r"2 drafts were given; say how"),
+        ({"draft": []}, r"0 drafts were given"),
+        ({"draft": ["ngram", "none"], "compose": "staged"}, r"'none' is among"),
+        ({"draft": "ngram", "compose": "staged"}, r"takes at least 2"),
+        ({"draft": "ngram", "compose": "stagd"}, r"did you mean 'staged'"),
+        (TWO | {"num_draft_tokens": 1}, r"num_draft_tokens is 1 for 2 staged"),
+        (TWO | {"num_draft_tokens": [2, 1, 1]}, r"3 numbers for 2 drafts"),
+        (TWO | {"num_draft_tokens": [2, 0]}, r"num_draft_tokens is 0"),
+        (TWO | {"draft_num_layers": 2}, r"as pystd-draft:layers=2"),
+        ({"draft": "ngram:layers=2"}, r"'ngram' has no option 'layers'"),
+        ({"draft": "pystd-draft:depth=2"}, r"no option 'depth'; it takes layers"),
         ({"draft": "ngram", "draft_num_layers": 1}, r"draft_num_layers is 1"),
         ({"draft": 7}, r"draft is 7"),
     ],

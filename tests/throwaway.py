@@ -144,66 +144,6 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """Two models share the chain: each continues what the one before drafted."""
-
-    stages: tuple[ModelDrafter, ...]
-    siblings: ClassVar = "none"
-    hidden_layers: ClassVar = ()
-
-    @property
-    def num_nodes(self):
-        return sum(stage.num_nodes for stage in self.stages)
-
-    depth = num_nodes
-
-    def _each(self, params):
-        for i, stage in enumerate(self.stages):
-            yield i, stage, Params(params.target, params.draft[i])
-
-    def init(self, params, *sizes):
-        return tuple(stage.init(own, *sizes) for _, stage, own in self._each(params))
-
-    def prefill(self, params, state, *chunk):
-        return tuple(
-            stage.prefill(own, state[i], *chunk) for i, stage, own in self._each(params)
-        )
-
-    def draft(self, state, context):
-        rows = jnp.arange(len(context.length), dtype=jnp.int32)[:, None]
-        tokens, length, states, parts = context.tokens, context.length, [], []
-        for i, stage, own in self._each(context.params):
-            filled = length - context.length
-            inner = context._replace(
-                params=own,
-                tokens=tokens,
-                length=length,
-                max_draft=jnp.clip(context.max_draft - filled, 0, stage.depth),
-                noise=context.noise.child(i, filled),
-            )
-            draft, new_state, _ = stage.draft(state[i], inner)
-            places = jnp.arange(stage.num_nodes, dtype=jnp.int32)[None]
-            slots = jnp.where(
-                places < draft.num_valid[:, None],
-                length[:, None] + places,
-                tokens.shape[1],
-            )
-            tokens = tokens.at[rows, slots].set(draft.tokens, mode="drop")
-            length = length + draft.num_valid
-            states.append(new_state)
-            parts.append(draft)
-        draft = Draft(
-            jnp.concatenate([part.tokens for part in parts], 1),
-            length - context.length,
-            jnp.concatenate([part.log_probs for part in parts], 1),
-        )
-        return draft, tuple(states), context.target_cache
-
-    def update(self, params, state, context, draft, target_output, verdict):
-        return state
-
-
-@dataclass(frozen=True)
 class Nested:
     """The draft is a middle model, itself decoded speculatively by an inner drafter."""
 

@@ -152,6 +152,9 @@ def with_length(drafter: Drafter, num_draft_tokens: int) -> Drafter:
     """
     if num_draft_tokens == 0:
         return NoDrafter()
+    if hasattr(drafter, "with_num_draft_tokens"):
+        shared: Drafter = drafter.with_num_draft_tokens(num_draft_tokens)
+        return shared
     if not (is_dataclass(drafter) and hasattr(drafter, "num_draft_tokens")):
         raise ValueError(
             f"{drafter} has no num_draft_tokens that could be varied; give a drafter "

@@ -11,7 +11,7 @@ from rich.table import Table
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
-from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
+from specdec_jax.text.pairing import DEFAULT_TARGET
 
 SHOWN_DIFFERENCES = 5
 
@@ -21,8 +21,9 @@ _VERDICTS = {"lossless": "bold green", "not lossless": "bold red"}
 def audit(
     target: options.Target = DEFAULT_TARGET,
     draft: options.Draft = None,
+    compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
-    num_draft_tokens: options.NumDraftTokens = 4,
+    num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
     temperature: Annotated[
         float,
@@ -71,9 +72,10 @@ def audit(
     """
     config = {
         "target": target,
-        "draft": draft or default_draft(target, draft_num_layers),
+        "draft": options.choose_draft(target, draft, draft_num_layers),
+        "compose": compose,
         "draft_num_layers": draft_num_layers,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": options.read_lengths(num_draft_tokens),
         "rule": rule,
         "temperature": temperature,
         "top_k": top_k,
@@ -112,9 +114,11 @@ def _check(
     config: dict[str, Any], records: Path | None, fault: str | None, all_faults: bool
 ) -> None:
     """Refuses what cannot be audited, before anything is loaded."""
-    for name in ("num_draft_tokens", "num_samples"):
-        if config[name] < 1:
-            raise ValueError(f"{name} is {config[name]}; it must be at least 1")
+    options.check_lengths(config)
+    if config["num_samples"] < 1:
+        raise ValueError(
+            f"num_samples is {config['num_samples']}; it must be at least 1"
+        )
     if config["draft"] == "none":
         raise ValueError(
             "draft is none, and plain decoding is what audit compares with; name one"
@@ -294,6 +298,6 @@ def _subject(found: dict[str, Any], config: dict[str, Any]) -> str:
     if "records" in config:
         return f"the records of {config['records']}."
     return (
-        f"{config['target']} with draft {config['draft']}, K "
+        f"{config['target']} with draft {options.told_drafts(config)}, K "
         f"{config['num_draft_tokens']}, rule {config['rule']}, {config['dtype']}."
     )

@@ -9,14 +9,15 @@ from rich.table import Table
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
-from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
+from specdec_jax.text.pairing import DEFAULT_TARGET
 
 
 def bench(
     target: options.Target = DEFAULT_TARGET,
     draft: options.Draft = None,
+    compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
-    num_draft_tokens: options.NumDraftTokens = 4,
+    num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
@@ -41,12 +42,12 @@ def bench(
 ) -> int:
     """Times plain and speculative decoding in turns, and what each part costs."""
     options.simulate_devices(cpu_devices)
-    draft = draft or default_draft(target, draft_num_layers)
     config = {
         "target": target,
-        "draft": draft,
+        "draft": options.choose_draft(target, draft, draft_num_layers),
+        "compose": compose,
         "draft_num_layers": draft_num_layers,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": options.read_lengths(num_draft_tokens),
         "rule": rule,
         "temperature": temperature,
         "top_p": top_p,
@@ -74,7 +75,8 @@ def bench(
 
 def _check(config: dict[str, Any]) -> None:
     """Refuses what cannot be measured, before anything is loaded."""
-    for name in ("num_draft_tokens", "max_new_tokens", "batch_size", "repeats"):
+    options.check_lengths(config)
+    for name in ("max_new_tokens", "batch_size", "repeats"):
         if config[name] < 1:
             raise ValueError(f"{name} is {config[name]}; it must be at least 1")
     if config["draft"] == "none":
@@ -84,6 +86,11 @@ def _check(config: dict[str, Any]) -> None:
     against = config["against"]
     if against not in (None, "transformers"):
         raise ValueError(f"against is {against!r}; offered is transformers")
+    if against and config["compose"]:
+        raise ValueError(
+            "--against transformers knows one draft, and "
+            f"{options.told_drafts(config)} are several; give one"
+        )
     if against and (config["temperature"] != 0 or config["batch_size"] != 1):
         raise ValueError(
             f"--against transformers compares greedy texts, one prompt at a time, got "
@@ -163,7 +170,8 @@ def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
 
 def _title(config: dict[str, Any]) -> str:
     return (
-        f"{config['target']}, draft {config['draft']}, K {config['num_draft_tokens']}, "
-        f"batch {config['batch_size']}, {config['num_prompts']} prompts of up to "
+        f"{config['target']}, draft {options.told_drafts(config)}, K "
+        f"{config['num_draft_tokens']}, batch {config['batch_size']}, "
+        f"{config['num_prompts']} prompts of up to "
         f"{config['max_new_tokens']} new tokens"
     )

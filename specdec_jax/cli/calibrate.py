@@ -10,12 +10,13 @@ from rich.table import Table
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, bundled_prompts, contents, read_all
-from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
+from specdec_jax.text.pairing import DEFAULT_TARGET
 
 
 def calibrate(
     target: options.Target = DEFAULT_TARGET,
     draft: options.Draft = None,
+    compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
     rule: options.Rule = "rejection",
     temperature: options.Temperature = 0.0,
@@ -41,10 +42,10 @@ def calibrate(
 ) -> int:
     """Measures draft lengths 0 to 16 on a load, and says which to use, if any."""
     options.simulate_devices(cpu_devices)
-    draft = draft or default_draft(target, draft_num_layers)
     config = {
         "target": target,
-        "draft": draft,
+        "draft": options.choose_draft(target, draft, draft_num_layers),
+        "compose": compose,
         "draft_num_layers": draft_num_layers,
         "rule": rule,
         "temperature": temperature,
@@ -154,8 +155,11 @@ def _title(config: dict[str, Any]) -> str:
     for name in ("top_k", "top_p"):
         if config[name] is not None:
             policy += f", {name} {config[name]:g}"
-    names = [Path(config[name]).name for name in ("target", "draft")]
+    target = Path(config["target"]).name
+    draft = options.told_drafts(config)
+    if isinstance(config["draft"], str):
+        draft = Path(draft).name
     return (
-        f"{names[0]}, draft {names[1]}, batch {config['batch_size']}, {policy}, "
+        f"{target}, draft {draft}, batch {config['batch_size']}, {policy}, "
         f"{config['num_prompts']} prompts of up to {config['max_new_tokens']} tokens"
     )

@@ -10,7 +10,7 @@ import typer
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
 from specdec_jax.cli.prompts import Entry, Problem, read_prompts
-from specdec_jax.text.pairing import DEFAULT_TARGET, default_draft
+from specdec_jax.text.pairing import DEFAULT_TARGET
 
 DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 """What a run without any prompt goes on with."""
@@ -31,17 +31,10 @@ def generate(
         bool, typer.Option("--resume", help="Go on with what --output has already.")
     ] = False,
     target: options.Target = DEFAULT_TARGET,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The same, or ngram, or none. By default the bundled draft for the "
-            "bundled target and ngram for any other."
-        ),
-    ] = None,
+    draft: options.Draft = None,
+    compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
-    num_draft_tokens: Annotated[
-        int, typer.Option(help="Tokens drafted a round, K; 0 is plain decoding.")
-    ] = 4,
+    num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -93,10 +86,11 @@ def generate(
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     job = _Job(
         target=target,
-        draft=_choose_draft(target, draft, draft_num_layers),
+        draft=options.choose_draft(target, draft, draft_num_layers),
         options={
+            "compose": compose,
             "draft_num_layers": draft_num_layers,
-            "num_draft_tokens": num_draft_tokens,
+            "num_draft_tokens": options.read_lengths(num_draft_tokens),
             "rule": rule,
             "dtype": dtype,
             "mesh": mesh,
@@ -154,16 +148,10 @@ class _Job(NamedTuple):
     def decides(self) -> dict[str, Any]:
         """Returns what decides the tokens: not how they are spread over devices."""
         spread = ("batch_size", "mesh", "draft_sharding")
-        return {k: v for k, v in self.describe().items() if k not in spread}
-
-
-def _choose_draft(
-    target: str, draft: list[str] | None, draft_num_layers: int | None
-) -> Any:
-    """Returns what drafts: what was named, else what suits the target."""
-    if draft:
-        return draft if len(draft) > 1 else draft[0]
-    return default_draft(target, draft_num_layers)
+        told = {k: v for k, v in self.describe().items() if k not in spread}
+        if told["compose"] is None:  # files from before there was one go on
+            del told["compose"]
+        return told
 
 
 def _entries(
@@ -266,7 +254,8 @@ def _write_page(job: _Job, results: list[Any], tokenizer: Any) -> None:
 
     assert job.trace is not None
     told = job.describe()
-    facts = {name: told[name] for name in ("target", "draft", "rule", "seed")}
+    facts = {name: told[name] for name in ("target", "rule", "seed")}
+    facts["draft"] = options.told_drafts(told)
     facts["draft tokens a round"] = told["num_draft_tokens"]
     settings = told["sampling"].items()
     default = dataclasses.asdict(type(job.settings["sampling"])())

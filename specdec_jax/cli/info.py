@@ -14,7 +14,8 @@ from rich.table import Table
 
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
-from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET, default_draft
+from specdec_jax.text.makers import CHECKPOINT, maker_of, whole
+from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET, read_drafts
 
 
 def info(
@@ -42,8 +43,9 @@ def info(
     }
     placed = {}
     if mesh is not None:
-        draft = draft or default_draft(target, draft_num_layers)
-        placed = _placements(mesh, draft_sharding, target, draft, draft_num_layers)
+        chosen = options.choose_draft(target, draft, draft_num_layers)
+        drafts = read_drafts(chosen, draft_num_layers)
+        placed = _placements(mesh, draft_sharding, target, drafts)
     if as_json:
         named = {
             part: [
@@ -66,7 +68,10 @@ def info(
 
 
 def _placements(
-    mesh: str, draft_sharding: str, target: str, draft: str, num_layers: int | None
+    mesh: str,
+    draft_sharding: str,
+    target: str,
+    drafts: list[tuple[str, dict[str, str]]],
 ) -> dict[str, list[Any]]:
     """Returns where the tensors of target and draft lie; reads headers alone."""
     from specdec_jax.checkpoints.load import build_model, parameter_shapes
@@ -75,14 +80,15 @@ def _placements(
 
     placement = Placement(make_mesh(mesh), draft_sharding)
     placed = {}
-    names = {"target": target, "draft": draft}
-    for part, name in names.items():
-        if name in ("ngram", "none"):
-            continue
-        is_draft = part == "draft"
-        model = build_model(
-            open_checkpoint(name), num_layers=num_layers if is_draft else None
-        )
+    named: list[tuple[str, str, dict[str, str]]] = [("target", target, {})]
+    for index, (name, written) in enumerate(drafts):
+        if maker_of(name) is CHECKPOINT:
+            part = "draft" if len(drafts) == 1 else f"draft {index + 1}"
+            named.append((part, name, written))
+    for part, name, written in named:
+        is_draft = part != "target"
+        num_layers = whole(name, written, "layers")
+        model = build_model(open_checkpoint(name), num_layers=num_layers)
         shapes = parameter_shapes(model)
         tensors = placement.parameters(shapes, model, draft=is_draft).values()
         placed[part] = [*tensors, *placement.cache(model, draft=is_draft)]

@@ -9,14 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from specdec_jax.cli import show
+from specdec_jax.text.pairing import default_draft
 
 Target = Annotated[str, typer.Option(help="Checkpoint: name, folder, file or hub id.")]
 Draft = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        help="The same, or ngram. By default the bundled draft for the bundled target "
-        "and ngram for any other."
+        help="The same, or ngram; repeatable, see --compose. NAME:layers=8 keeps 8 "
+        "layers. By default the bundled draft for the bundled target and ngram for any "
+        "other."
     ),
+]
+Compose = Annotated[
+    str | None, typer.Option(help="How several drafts work together: staged.")
 ]
 DraftNumLayers = Annotated[
     int | None,
@@ -26,7 +31,11 @@ DraftNumLayers = Annotated[
     ),
 ]
 NumDraftTokens = Annotated[
-    int, typer.Option(help="Tokens drafted a round, K; at least 1.")
+    str,
+    typer.Option(
+        help="Tokens drafted a round, K; of several drafts all together, or one number "
+        "for each, as 4,2."
+    ),
 ]
 Rule = Annotated[str, typer.Option(help="rejection or coupled.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -106,6 +115,66 @@ def join_processes(
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
+def choose_draft(
+    target: str, drafts: list[str] | None, draft_num_layers: int | None
+) -> Any:
+    """Returns what drafts: what was named, one or a list, else what suits the target.
+
+    Example:
+      >>> choose_draft("a", ["b"], None), choose_draft("a", ["b", "ngram"], None)
+      ('b', ['b', 'ngram'])
+    """
+    if drafts:
+        return drafts if len(drafts) > 1 else drafts[0]
+    return default_draft(target, draft_num_layers)
+
+
+def read_lengths(num_draft_tokens: str) -> Any:
+    """Returns K, or the list of numbers that were given for several drafts.
+
+    Raises:
+      ValueError: One of them is not a whole number.
+
+    Example:
+      >>> read_lengths("4"), read_lengths("4,2")
+      (4, [4, 2])
+    """
+    parts = num_draft_tokens.split(",")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(
+            f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number, or "
+            "one for each draft, as 4,2"
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def check_lengths(config: Mapping[str, Any]) -> None:
+    """Refuses a draft length below 1, for commands that need a draft.
+
+    Raises:
+      ValueError: Naming it.
+    """
+    lengths = config["num_draft_tokens"]
+    for one in lengths if isinstance(lengths, list) else [lengths]:
+        if one < 1:
+            raise ValueError(f"num_draft_tokens is {one}; it must be at least 1")
+
+
+def told_drafts(config: Mapping[str, Any]) -> str:
+    """Returns what drafts, for a title.
+
+    Example:
+      >>> told_drafts({"draft": ["a", "ngram"], "compose": "staged"})
+      'a, ngram (staged)'
+    """
+    draft = config["draft"]
+    if isinstance(draft, list):
+        return f"{', '.join(draft)} ({config['compose']})"
+    return str(draft)
+
+
 def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
     """Loads what a command's config names, through the compilation cache on disk.
 
@@ -119,6 +188,7 @@ def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
 
     enable_compilation_cache()
     names = (
+        "compose",
         "num_draft_tokens",
         "rule",
         "dtype",

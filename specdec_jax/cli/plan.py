@@ -27,7 +27,9 @@ def plan(
     context: Annotated[
         int, typer.Option(help="The longest text, prompt and new tokens.")
     ] = 4096,
-    num_draft_tokens: options.NumDraftTokens = 4,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Tokens drafted a round, K; at least 1.")
+    ] = 4,
     dtype: options.Dtype = "bfloat16",
     draft_sharding: options.DraftSharding = "target",
     alpha: Annotated[

@@ -3,5 +3,6 @@
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NgramDrafter
 from specdec_jax.drafters.none import NoDrafter
+from specdec_jax.drafters.staged import Staged
 
-__all__ = ["ModelDrafter", "NgramDrafter", "NoDrafter"]
+__all__ = ["ModelDrafter", "NgramDrafter", "NoDrafter", "Staged"]

@@ -88,7 +88,8 @@ class SpeculativeDecoder:
         target: str | Path,
         draft: Any = None,
         *,
-        num_draft_tokens: int = 4,
+        compose: str | None = None,
+        num_draft_tokens: int | Sequence[int] = 4,
         rule: str | AcceptanceRule = "rejection",
         dtype: Any = "float32",
         mesh: Any = None,
@@ -100,8 +101,11 @@ class SpeculativeDecoder:
         Args:
           target: Name, folder or file of a checkpoint.
           draft: The same; "ngram" (prompt lookup), None or "none" (plain decoding), or
-            a drafter that has no variables and its own K.
-          num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding.
+            a drafter that has no variables and its own K. Options may follow a name, as
+            in "name:layers=8". A list of drafts needs `compose`.
+          compose: How several drafts work together: "staged", see `drafters.Staged`.
+          num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Of staged
+            drafts it is the sum, shared evenly; a list has one number a draft.
           rule: "rejection", "coupled" or a rule object.
           dtype: Of the weights and the arithmetic of target and draft.
           mesh: Devices to run on: "data=2,model=4", a mapping of these sizes, or a
@@ -119,7 +123,13 @@ class SpeculativeDecoder:
         """
         rule, placement = find_rule(rule), _placement(mesh, draft_sharding)
         loaded, drafter, variables = load_pair(
-            target, draft, num_draft_tokens, dtype, draft_num_layers, placement
+            target,
+            draft,
+            num_draft_tokens,
+            dtype,
+            draft_num_layers,
+            placement,
+            compose,
         )
         return cls(
             loaded.model,

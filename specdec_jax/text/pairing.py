@@ -1,16 +1,17 @@
 """Which drafter goes with a target: names become drafters, and misfits are refused."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specdec_jax.acceptance import RULES
 from specdec_jax.base import AcceptanceRule, Drafter
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.drafters import NoDrafter
 from specdec_jax.sharding import Placement, check, read_shards
-from specdec_jax.text.requests import per_prompt
+from specdec_jax.text.composing import COMPOSE, check_composition, draft_lengths
+from specdec_jax.text.makers import DRAFTS, Ask, maker_of, read_name
 
 DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
 """The bundled pair, which the command line uses unless told otherwise."""
@@ -55,10 +56,11 @@ def find_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
 def load_pair(
     target: str | Path,
     draft: Any,
-    num_draft_tokens: int,
+    num_draft_tokens: int | Sequence[int],
     dtype: Any,
     draft_num_layers: int | None,
     placement: Placement | None = None,
+    compose: str | None = None,
 ) -> tuple[Any, Drafter, Any]:
     """Loads a target and what drafts for it; see `SpeculativeDecoder.from_pretrained`.
 
@@ -73,24 +75,34 @@ def load_pair(
     """
     from specdec_jax.checkpoints import load  # brings transformers in
 
-    _check(draft, num_draft_tokens, draft_num_layers)
+    drafts = _as_drafts(draft)
+    check_composition(drafts, compose)
+    lengths = draft_lengths(num_draft_tokens, len(drafts), compose)
+    named = read_drafts(draft, draft_num_layers)
     on = partial(_placer, placement, str(target)) if placement else lambda **_: None
     loaded: Any = load(target, dtype=dtype, place=on(draft=False))
-    if draft is None or draft == "none" or num_draft_tokens == 0:
+    if lengths[0] == 0:
         return loaded, NoDrafter(), None
-    if draft == "ngram":
-        return loaded, NgramDrafter(num_draft_tokens), None
-    if _is_drafter(draft):
-        return loaded, draft, None
-    small: Any = loaded
+    if _is_drafter(drafts[0]):
+        return loaded, drafts[0], None
     elsewhere = placement is not None and placement.draft != "target"
-    if draft != target or draft_num_layers is not None or elsewhere:
-        place = on(draft=True)
-        small = load(draft, dtype=dtype, num_layers=draft_num_layers, place=place)
-    check_same_vocabulary(loaded, small)
-    vocab_size = loaded.model.vocab_size
-    drafter = ModelDrafter(small.model, num_draft_tokens, vocab_size)
-    return loaded, drafter, small.params
+
+    def load_draft(name: str, num_layers: int | None) -> Any:
+        small: Any = loaded
+        if name != str(target) or num_layers is not None or elsewhere:
+            place = on(draft=True)
+            small = load(name, dtype=dtype, num_layers=num_layers, place=place)
+        check_same_vocabulary(loaded, small, name)
+        return small
+
+    def make(index: int, length: int) -> tuple[Drafter, Any]:
+        name, options = named[index]
+        ask = Ask(name, loaded, length, options, load_draft)
+        return maker_of(name).make(ask)
+
+    if compose is None:
+        return loaded, *make(0, lengths[0])
+    return loaded, *COMPOSE[compose].make(lengths, make)
 
 
 def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], Any]:
@@ -110,35 +122,73 @@ def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], 
     return place
 
 
-def _check(draft: Any, num_draft_tokens: int, draft_num_layers: int | None) -> None:
-    """Refuses arguments that no checkpoint could make right, before any is read."""
-    per_prompt("num_draft_tokens", num_draft_tokens, 1, least=0, most=1024)
-    if isinstance(draft, list | tuple):
+def _as_drafts(draft: Any) -> list[Any]:
+    """Returns the drafts as a list of names or drafters, whatever was given.
+
+    Raises:
+      ValueError: One of them is neither.
+    """
+    drafts = list(draft) if isinstance(draft, list | tuple) else [draft]
+    for one in drafts:
+        if not (one is None or isinstance(one, str | Path) or _is_drafter(one)):
+            raise ValueError(
+                f"draft is {one!r}; give a checkpoint, {_offered()} or a drafter"
+            )
+    return [str(one) if isinstance(one, Path) else one or "none" for one in drafts]
+
+
+def read_drafts(
+    draft: Any, draft_num_layers: int | None = None
+) -> list[tuple[str, dict[str, str]]]:
+    """Returns the names and options of one draft or several; loads nothing.
+
+    Args:
+      draft: As `SpeculativeDecoder.from_pretrained` takes it; drafters have no name.
+      draft_num_layers: The same; it goes with a single draft.
+
+    Raises:
+      ValueError: An option does not go with its draft.
+
+    Example:
+      >>> read_drafts(["org/name:layers=4", "ngram"])
+      [('org/name', {'layers': '4'}), ('ngram', {})]
+    """
+    drafts = _as_drafts(draft)
+    named = [("", {}) if _is_drafter(one) else read_name(one) for one in drafts]
+    if draft_num_layers is None:
+        return named
+    name, options = named[0]
+    if len(named) > 1:
         raise ValueError(
-            f"{len(draft)} drafts were given; staged drafts are not available yet, "
-            "give one"
+            f"draft_num_layers is {draft_num_layers} for {len(named)} drafts; write it "
+            f"behind the one that it is meant for, as {name}:layers={draft_num_layers}"
         )
-    if not (draft is None or isinstance(draft, str | Path) or _is_drafter(draft)):
+    if _is_drafter(drafts[0]) or "layers" not in maker_of(name).options:
         raise ValueError(
-            f"draft is {draft!r}; give a checkpoint, 'ngram', 'none' or a drafter"
-        )
-    named = isinstance(draft, str | Path) and draft not in ("none", "ngram")
-    if draft_num_layers is not None and not named:
-        raise ValueError(
-            f"draft_num_layers is {draft_num_layers}, but the draft is {draft!r}; "
+            f"draft_num_layers is {draft_num_layers}, but the draft is {drafts[0]!r}; "
             "name a checkpoint as draft, such as the target's own"
         )
+    return [(name, {"layers": str(draft_num_layers)} | options)]
+
+
+def _offered() -> str:
+    return ", ".join(repr(name) for name in DRAFTS)
 
 
 def _is_drafter(draft: Any) -> bool:
     return hasattr(draft, "draft") and hasattr(draft, "num_nodes")
 
 
-def check_same_vocabulary(target: Any, draft: Any) -> None:
+def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
     """Refuses a draft whose token ids mean other text than the target's.
 
     Sizes may differ, since checkpoints pad their embedding; ids that only one of the
     two has are never drafted. Equal sizes prove nothing.
+
+    Args:
+      target: The loaded target.
+      draft: The loaded draft.
+      name: What messages call the draft.
 
     Raises:
       ValueError: Naming an id that means two things.
@@ -146,7 +196,7 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
     if target.tokenizer is None or draft.tokenizer is None:
         if target.model.vocab_size != draft.model.vocab_size:
             raise ValueError(
-                f"the target has {target.model.vocab_size} ids and the draft "
+                f"the target has {target.model.vocab_size} ids and the draft {name!r} "
                 f"{draft.model.vocab_size}, and without both tokenizers nothing says "
                 "which of them agree; use a draft with the target's vocabulary"
             )
@@ -156,7 +206,7 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
     for token in sorted(ours.keys() & theirs.keys()):
         if ours[token] != theirs[token]:
             raise ValueError(
-                f"the draft's tokenizer is not the target's: id {token} is "
+                f"the tokenizer of draft {name!r} is not the target's: id {token} is "
                 f"{theirs[token]!r} in the draft and {ours[token]!r} in the target; "
                 "use a draft that was trained with the target's tokenizer, or 'ngram'"
             )
