@@ -2,19 +2,20 @@
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from throwaway import EarlyExit, HiddenReader, Nested, Scheduled, Tree
+from throwaway import EarlyExit, HiddenReader, Scheduled, Tree
 
 from specdec_jax import decode, rng
 from specdec_jax.acceptance import Coupled, Rejection
 from specdec_jax.audit.statistics import goodness_of_fit, joint_counts
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter, Staged
+from specdec_jax.drafters import ModelDrafter, Nested, NgramDrafter, NoDrafter, Staged
 from specdec_jax.sampling import Sampling
 
 VOCAB = 4
@@ -44,7 +45,13 @@ DRAFTERS = {
         Staged((model(2), NgramDrafter(2), model(1))),
         (DRAFT_TABLE, None, OTHER_TABLE),
     ),
-    "nested": (Nested(TARGET, model(1, window=5)), (DRAFT_TABLE, OTHER_TABLE)),
+    "nested": (Nested(TARGET, model(1), 4), (DRAFT_TABLE, OTHER_TABLE)),
+    "cascade": (
+        Staged(
+            (NgramDrafter(1), Nested(TARGET, Nested(TARGET, NgramDrafter(1), 2), 3))
+        ),
+        (None, (DRAFT_TABLE, (OTHER_TABLE, None))),
+    ),
     "early exit": (EarlyExit(TARGET, 3), None),
     "hidden reader": (HiddenReader(TARGET), None),
     "tree": (Tree(VOCAB), None),
@@ -306,6 +313,29 @@ class SeesStaleSlots(toy.TableModel):
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedCoins(Nested):
+    """Inner coins and draws are the outer ones."""
+
+    def draft(self, state, context):
+        return super().draft(state, context._replace(noise=Childless(context.noise)))
+
+
+class Childless(NamedTuple):
+    """Noise whose children are itself."""
+
+    noise: rng.Noise
+
+    def gumbel(self, offset, vocab_size):
+        return self.noise.gumbel(offset, vocab_size)
+
+    def uniform(self, offset):
+        return self.noise.uniform(offset)
+
+    def child(self, index, shift=0):
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
 class WrongRow(Rejection):
     """Judges each draft by the row after its own."""
 
@@ -330,7 +360,7 @@ def test_statistics_catch_noise_shared_by_draft_and_coin(law, monkeypatch):
         (model(2), DRAFT_TABLE, {"target": SeesStaleSlots(VOCAB)}),
         (model(2), DRAFT_TABLE, {"rule": WrongRow()}),
         (
-            dataclasses.replace(DRAFTERS["nested"][0], share_noise=True),
+            SharedCoins(TARGET, model(1), 4),
             (DRAFT_TABLE, OTHER_TABLE),
             {},
         ),

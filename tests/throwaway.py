@@ -5,10 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from specdec_jax.acceptance import Rejection
-from specdec_jax.base import Draft, Params
-from specdec_jax.drafters import ModelDrafter
-from specdec_jax.verify import verify_round
+from specdec_jax.base import Draft
 
 
 class _Plain:
@@ -141,95 +138,3 @@ class Scheduled:
 
     def update(self, params, state, *round_):
         return state[0], self.inner.update(params, state[1], *round_)
-
-
-@dataclass(frozen=True)
-class Nested:
-    """The draft is a middle model, itself decoded speculatively by an inner drafter."""
-
-    middle: Any
-    inner: ModelDrafter
-    rounds: int = 2
-    share_noise: bool = False  # the fault: inner coins are the outer ones
-    siblings: ClassVar = "none"
-    hidden_layers: ClassVar = ()
-
-    @property
-    def num_nodes(self):
-        return self.rounds * (self.inner.num_nodes + 1)
-
-    depth = num_nodes
-
-    def _params(self, params):
-        return Params(params.draft[0], params.draft[1])
-
-    def init(self, params, batch_size, capacity, inputs=None):
-        return (
-            self.middle.init_cache(batch_size, capacity),
-            self.inner.init(self._params(params), batch_size, capacity),
-        )
-
-    def prefill(self, params, state, tokens, start, num_valid, target_output):
-        cache, inner = state
-        own = self._params(params)
-        output, read = self.middle.apply(own.target, tokens, cache.rewind(start))
-        cache = read.rewind(jnp.where(num_valid > 0, start + num_valid, cache.length))
-        inner = self.inner.prefill(own, inner, tokens, start, num_valid, output)
-        return cache, inner
-
-    def draft(self, state, context):
-        cache, inner = state
-        own = self._params(context.params)
-        rows = jnp.arange(len(context.length), dtype=jnp.int32)[:, None]
-        # Catch up: the middle model's cache may hold rejected tokens or a hole.
-        window = self.num_nodes + 1
-        start = jnp.maximum(context.length - window, 0)
-        slots = start[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
-        block = jnp.take_along_axis(context.tokens, slots, axis=1)
-        _, cache = self.middle.apply(own.target, block, cache.rewind(start))
-        cache = cache.rewind(context.length - 1)
-        laws = jnp.zeros(
-            (len(rows), self.num_nodes, self.middle.vocab_size), jnp.float32
-        )
-        tokens, length = context.tokens, context.length
-        for r in range(self.rounds):
-            done = length - context.length
-            noises = [context.noise.child(2 * r + side, done) for side in (0, 1)]
-            if self.share_noise:
-                noises = [context.noise, context.noise]
-            room = jnp.clip(context.max_draft - done - 1, 0, self.inner.depth)
-            found = verify_round(
-                own,
-                inner,
-                context._replace(
-                    params=own,
-                    tokens=tokens,
-                    length=length,
-                    max_draft=room,
-                    noise=noises[0],
-                    target_cache=cache,
-                ),
-                context.sampling,
-                noises[1],
-                target=self.middle,
-                drafter=self.inner,
-                rule=Rejection(),
-            )
-            inner, cache = found.drafter_state, found.cache
-            gained = jnp.minimum(
-                found.verdict.num_accepted + 1, context.max_draft - done
-            )
-            places = jnp.arange(found.tokens.shape[1], dtype=jnp.int32)[None]
-            kept = places < gained[:, None]
-            slots = jnp.where(kept, length[:, None] + places, tokens.shape[1])
-            tokens = tokens.at[rows, slots].set(found.tokens, mode="drop")
-            slots = jnp.where(kept, done[:, None] + places, self.num_nodes)
-            laws = laws.at[rows, slots].set(found.log_probs, mode="drop")
-            length = length + gained
-        slots = jnp.arange(self.num_nodes, dtype=jnp.int32)[None]
-        drafted = jnp.take_along_axis(tokens, context.length[:, None] + slots, axis=1)
-        draft = Draft(drafted, length - context.length, laws)
-        return draft, (cache, inner), context.target_cache
-
-    def update(self, params, state, context, draft, target_output, verdict):
-        return state

@@ -18,7 +18,7 @@ Once all is compiled, only one state is alive at a time.
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from specdec_jax.benchmark.timing import Costs, alternate, timed
 from specdec_jax.benchmark.units import batches, check_finite, run_rounds
 from specdec_jax.decode import DecodeState
 from specdec_jax.drafters import NoDrafter
+from specdec_jax.drafters.children import with_num_draft_tokens
 from specdec_jax.text.packing import Batch, Plan
 from specdec_jax.text.running import Engine
 
@@ -152,15 +153,7 @@ def with_length(drafter: Drafter, num_draft_tokens: int) -> Drafter:
     """
     if num_draft_tokens == 0:
         return NoDrafter()
-    if hasattr(drafter, "with_num_draft_tokens"):
-        shared: Drafter = drafter.with_num_draft_tokens(num_draft_tokens)
-        return shared
-    if not (is_dataclass(drafter) and hasattr(drafter, "num_draft_tokens")):
-        raise ValueError(
-            f"{drafter} has no num_draft_tokens that could be varied; give a drafter "
-            "that is a dataclass with this field, such as a model or ngram"
-        )
-    changed: Any = replace(drafter, num_draft_tokens=num_draft_tokens)
+    changed: Drafter = with_num_draft_tokens(drafter, num_draft_tokens)
     return changed
 
 

@@ -21,7 +21,7 @@ Draft = Annotated[
     ),
 ]
 Compose = Annotated[
-    str | None, typer.Option(help="How several drafts work together: staged.")
+    str | None, typer.Option(help="How several drafts work together: staged or nested.")
 ]
 DraftNumLayers = Annotated[
     int | None,

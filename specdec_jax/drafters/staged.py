@@ -7,7 +7,7 @@ of Cascade Speculative Drafting, arXiv:2312.11462).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +21,11 @@ from specdec_jax.base import (
     RoundContext,
     Verdict,
 )
-from specdec_jax.drafters.window import check_children, with_window
+from specdec_jax.drafters.children import (
+    check_children,
+    with_num_draft_tokens,
+    with_window,
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,13 @@ class Staged:
     def with_num_draft_tokens(self, num_draft_tokens: int) -> "Staged":
         """Returns the same stages with another K, shared as evenly as it can be.
 
-        Stages that get no token are left without any; K must leave the first one some.
+        With a K below their number the last ones are left out.
         """
         shares = share(num_draft_tokens, len(self.stages))
-        stages: tuple[Any, ...] = self.stages
         return Staged(
             tuple(
-                replace(stage, num_draft_tokens=size)
-                for stage, size in zip(stages, shares, strict=True)
+                with_num_draft_tokens(stage, size)
+                for stage, size in zip(self.stages, shares, strict=True)
                 if size
             )
         )
@@ -149,7 +152,7 @@ class Staged:
     def _each(self, params: Params) -> Iterator[tuple[Drafter, Params]]:
         """Yields the stages, which see a whole round's tokens, and their variables."""
         variables = params.draft or (None,) * len(self.stages)
-        for stage, own in zip(self.stages, variables, strict=True):
+        for stage, own in zip(self.stages, variables, strict=False):
             yield with_window(stage, self.num_nodes + 1), Params(params.target, own)
 
 

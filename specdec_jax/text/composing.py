@@ -1,6 +1,7 @@
 """Several drafts as one: which compositions there are, and how many tokens each drafts.
 
 staged   the drafts share the K tokens of a round, in the order given
+nested   each draft is itself drafted by the next one
 """
 
 import difflib
@@ -8,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.base import Drafter, Variables
-from specdec_jax.drafters.staged import Staged, share
+from specdec_jax.drafters import ModelDrafter, Nested, Staged
+from specdec_jax.drafters.staged import share
 from specdec_jax.text.requests import per_prompt
 
 Make = Callable[[int, int], tuple[Drafter, Variables]]
@@ -31,8 +33,33 @@ def _staged(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
     return Staged(tuple(one for one, _ in made)), tuple(own for _, own in made)
 
 
+def _nested(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
+    drafter, variables = make(len(lengths) - 1, lengths[-1])
+    for index in reversed(range(len(lengths) - 1)):
+        outer, own = make(index, lengths[index])
+        if not isinstance(outer, ModelDrafter):
+            raise ValueError(
+                f"nested draft number {index + 1} is {outer}, but all except the last "
+                "must be models: each verifies what the next one drafts"
+            )
+        drafter = Nested(outer.model, drafter, lengths[index], outer.vocab_size)
+        variables = own, variables
+    return drafter, variables
+
+
+def _shrinking(num_draft_tokens: int, number: int) -> list[int]:
+    """Returns K, and less by one for each draft inside: an inner round adds a token.
+
+    Example:
+      >>> _shrinking(4, 3), _shrinking(1, 2)
+      ([4, 3, 2], [1, 1])
+    """
+    return [max(num_draft_tokens - depth, 1) for depth in range(number)]
+
+
 COMPOSE: dict[str, Composition] = {
     "staged": Composition(_staged, share),
+    "nested": Composition(_nested, _shrinking),
 }
 """Compositions by name."""
 
@@ -98,5 +125,5 @@ def check_composition(drafts: Sequence[Any], compose: str | None) -> None:
         if draft is None or draft == "none" or not isinstance(draft, str):
             raise ValueError(
                 f"{draft!r} is among the drafts to compose; name drafts that draft, or "
-                "compose drafter objects yourself, as drafters.Staged does"
+                "compose drafter objects yourself, as Staged and Nested do"
             )

@@ -103,9 +103,11 @@ class SpeculativeDecoder:
           draft: The same; "ngram" (prompt lookup), None or "none" (plain decoding), or
             a drafter that has no variables and its own K. Options may follow a name, as
             in "name:layers=8". A list of drafts needs `compose`.
-          compose: How several drafts work together: "staged", see `drafters.Staged`.
-          num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Of staged
-            drafts it is the sum, shared evenly; a list has one number a draft.
+          compose: How several drafts work together: "staged" or "nested", see
+            `drafters.Staged` and `drafters.Nested`.
+          num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Staged
+            drafts share it evenly; of nested ones the outermost drafts K and each one
+            inside a token less. A list has one number a draft.
           rule: "rejection", "coupled" or a rule object.
           dtype: Of the weights and the arithmetic of target and draft.
           mesh: Devices to run on: "data=2,model=4", a mapping of these sizes, or a

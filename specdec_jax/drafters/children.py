@@ -1,4 +1,4 @@
-"""How far the caches of a drafter look back, when it drafts inside another one."""
+"""What a composed drafter asks of the drafters inside it."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -37,6 +37,28 @@ def with_window(drafter: Any, window: int) -> Any:
         elif isinstance(value, tuple) and any(isinstance(v, Drafter) for v in value):
             changes[field.name] = tuple(with_window(v, window) for v in value)
     made: Any = replace(drafter, **changes)  # type: ignore[type-var]
+    return made
+
+
+def with_num_draft_tokens(drafter: Any, num_draft_tokens: int) -> Any:
+    """Returns a drafter with another draft length, of at least 1.
+
+    Raises:
+      ValueError: It has no `num_draft_tokens` to change.
+
+    Example:
+      >>> from specdec_jax.drafters import NgramDrafter
+      >>> with_num_draft_tokens(NgramDrafter(4), 7).num_nodes
+      7
+    """
+    if hasattr(drafter, "with_num_draft_tokens"):
+        return drafter.with_num_draft_tokens(num_draft_tokens)
+    if not (is_dataclass(drafter) and hasattr(drafter, "num_draft_tokens")):
+        raise ValueError(
+            f"{drafter} has no num_draft_tokens that could be varied; give a drafter "
+            "that is a dataclass with this field, such as a model or ngram"
+        )
+    made: Any = replace(drafter, num_draft_tokens=num_draft_tokens)  # type: ignore
     return made
 
 
