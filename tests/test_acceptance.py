@@ -1,21 +1,21 @@
 """Every rule against exact enumeration, injected coins and hand-made blocks."""
 
 import itertools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coins import Injected, law_by_coins, law_by_draws, ratios
 
-from specdec_jax.acceptance import RULES, Coupled, Rejection, rejection
+from specdec_jax.acceptance import RULES, Coupled, Rejection
 from specdec_jax.audit import faults
 from specdec_jax.audit.enumeration import chain_law, deviation
 from specdec_jax.audit.planted import rules
 from specdec_jax.base import Draft
 from specdec_jax.rng import NoNoise
 
-SIZES = list(itertools.product([3, 4, 5], [1, 2, 3]))
+SIZES = [(3, 1), (5, 1), (4, 2), (3, 3), (5, 3)]
 POLICIES = {
     "same": ({"temperature": 1.0}, {"temperature": 1.0}),
     "draft cooler": ({"temperature": 1.0}, {"temperature": 0.5}),
@@ -25,22 +25,6 @@ POLICIES = {
     "greedy target": ({"temperature": 0.0}, {"temperature": 1.0}),
     "greedy draft": ({"temperature": 1.0}, {"temperature": 0.0}),
 }
-
-
-class Injected(NamedTuple):
-    """Noise whose numbers the test chooses: `coins[i]`, and `gumbels[d]`."""
-
-    coins: jax.Array
-    gumbels: jax.Array
-
-    def uniform(self, offset):
-        return self.coins[offset]
-
-    def gumbel(self, offset, vocab_size):
-        return self.gumbels[offset]
-
-    def child(self, index, shift=0):
-        raise AssertionError("rules draw for themselves only")
 
 
 def policy_rows(seed, vocab_size, depth, settings):
@@ -72,60 +56,6 @@ def tables(seed, vocab_size, num_draft, policies="same"):
     )
 
 
-def law_by_coins(rule, monkeypatch):
-    """Returns `law` as the drawing part of rejection has it, coin by coin.
-
-    Each coin sits just below or just above min(1, p/q), computed here, and stands for
-    the whole interval on its side; the place where tokens are drawn hands out the law
-    it was given instead of a token.
-    """
-    for module in (rejection, rules):
-        monkeypatch.setattr(module, "draw", lambda row, noise, offset: row)
-
-    def law(draft, target):
-        slots = jnp.arange(len(target) - 1)
-        ratio = jnp.exp(target[slots, draft.tokens])
-        if draft.log_probs is not None:
-            proposed = jnp.exp(draft.log_probs[slots, draft.tokens])
-            ratio = jnp.where(proposed > 0, ratio / proposed, 0)
-        accept = jnp.minimum(ratio, 1)
-        stop = jnp.zeros(len(target))
-        rows = jnp.zeros_like(target)
-        for sides in itertools.product([True, False], repeat=len(slots)):
-            below = jnp.asarray(sides)
-            coins = jnp.where(below, accept * (1 - 1e-13), accept * (1 + 1e-13))
-            weight = jnp.where(below, accept, 1 - accept).prod()
-            noise = Injected(jnp.minimum(coins, 1 - 2**-24), None)
-            verdict = rule(noise, draft, target)
-            stop = stop.at[verdict.num_accepted].add(weight)
-            row = jax.nn.softmax(verdict.next_token)
-            rows = rows.at[verdict.num_accepted].add(
-                jnp.where(weight > 0, weight * row, 0)
-            )
-        rows = rows / jnp.where(stop > 0, stop, 1)[:, None]
-        return stop, rows
-
-    return law
-
-
-def law_by_draws(rule):
-    """Returns `law` as the drawing part of the coupled rule has it, draw by draw."""
-
-    def law(draft, target):
-        size, vocab_size = target.shape
-        stop, rows = jnp.zeros(size), jnp.zeros_like(target)
-        for draws in itertools.product(range(vocab_size), repeat=size):
-            chosen = jnp.asarray(draws)[:, None] == jnp.arange(vocab_size)[None]
-            verdict = rule(Injected(None, jnp.where(chosen, 0.0, -1e9)), draft, target)
-            n, token = verdict.num_accepted, verdict.next_token
-            weight = jnp.exp(jnp.where(chosen, target, 0).sum())
-            stop = stop.at[n].add(weight)
-            rows = rows.at[n, token].add(weight)
-        return stop, rows / jnp.where(stop > 0, stop, 1)[:, None]
-
-    return law
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_the_joint_law_is_the_targets(name):
     with jax.enable_x64(True):
@@ -149,7 +79,7 @@ def test_a_deterministic_draft_without_law_keeps_the_joint_law(name):
 @pytest.mark.parametrize("policies", ["same", "target top-2", "draft top-2"])
 def test_rejection_draws_what_its_law_says(policies, one_hot, monkeypatch):
     with jax.enable_x64(True):
-        law = law_by_coins(Rejection(), monkeypatch)
+        law = law_by_coins(Rejection(), ratios, monkeypatch)
         policies = "greedy draft" if one_hot else policies
         for vocab_size, num_draft in [(3, 3), (4, 2), (5, 3)]:
             target, draft = tables(3, vocab_size, num_draft, policies)
@@ -177,7 +107,7 @@ PLANTED = [
 @pytest.mark.parametrize("name", PLANTED)
 def test_enumeration_catches_a_planted_fault_coin_by_coin(name, monkeypatch):
     with jax.enable_x64(True):
-        law = law_by_coins(faults.FAULTS[name].wrong, monkeypatch)
+        law = law_by_coins(faults.FAULTS[name].wrong, ratios, monkeypatch)
         worst = max(deviation(law, *tables(seed, 4, 2)) for seed in range(2))
         assert worst > 1e-9
 

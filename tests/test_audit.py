@@ -10,7 +10,7 @@ import pytest
 from tiny import make_tokenizer, save_checkpoint
 
 from specdec_jax import decode
-from specdec_jax.acceptance import RULES
+from specdec_jax.acceptance import EVERY_RULE, RULES, Block
 from specdec_jax.audit import (
     Report,
     audit,
@@ -25,7 +25,6 @@ from specdec_jax.audit.bookkeeping import bookkeeping_problems
 from specdec_jax.audit.coins import coin_problems
 from specdec_jax.audit.enumeration import TOLERANCE, worst_deviation
 from specdec_jax.audit.planted import rules
-from specdec_jax.audit.planted.block import BlockLaw
 from specdec_jax.audit.planted.rules import Chain
 from specdec_jax.audit.power import NAMED, SIZE, power
 from specdec_jax.audit.scores import NUM_BUCKETS, score_all
@@ -39,7 +38,7 @@ from specdec_jax.sampling import Sampling
 
 FULL = bool(os.environ.get("SPECDEC_FULL"))
 SAMPLED = Sampling(temperature=1.0)
-RIGHT_RULES = {**RULES, "chain": Chain(), "block": BlockLaw()}
+RIGHT_RULES = {**EVERY_RULE, "chain": Chain()}
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +49,12 @@ def _no_cache_on_disk(monkeypatch):
 
 
 # Exact levels.
+
+
+class NeedsLaws(Block):
+    """A rule that one-hot drafts are nothing for."""
+
+    needs_log_probs = True
 
 
 @pytest.mark.parametrize("name", RIGHT_RULES)
@@ -77,7 +82,7 @@ def test_the_exact_law_of_a_deterministic_draft_and_of_another_vocabulary():
     with pytest.raises(ValueError, match="longer"):
         exact_law(right, [[1]], SAMPLED)
     with pytest.raises(ValueError, match="needs the law"):
-        exact_law(ngram._replace(rule=BlockLaw()), faults.PROMPTS, SAMPLED)
+        exact_law(ngram._replace(rule=NeedsLaws()), faults.PROMPTS, SAMPLED)
 
 
 RULE_FAULTS = [
@@ -124,7 +129,7 @@ def test_there_are_enough_faults_of_each_kind():
     assert len(kinds) >= 20
     assert {faults.LAW, faults.EFFICIENCY, faults.BOOKKEEPING} == set(kinds)
     sources = {fault.source for fault in faults.FAULTS.values()}
-    assert {"B.1.4", "B.2", "B.3", "B.5", "B.9", "C.3"} <= sources
+    assert {"B.1.4", "B.2", "B.3", "B.5", "B.6.2", "B.9", "C.3"} <= sources
     with pytest.raises(ValueError, match="'no residual'"):
         faults.run_fault("no such")
 
@@ -404,12 +409,13 @@ def test_planted_faults_end_with_code_1(capsys):
 def test_all_faults_are_listed(capsys, monkeypatch):
     few = ["no residual", "block: token-wise residual"]
     monkeypatch.setattr(faults, "FAULTS", {n: faults.FAULTS[n] for n in few})
-    monkeypatch.setattr(faults, "CONTROLS", {"block": BlockLaw()})
+    monkeypatch.setattr(faults, "CONTROLS", {"block": Block()})
+    monkeypatch.setitem(faults.LEVELS, "rule", ("exact_law", "enumeration"))
     assert main(["audit", "--all-faults", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["level"] for one in found["faults"]] == ["exact_law", "enumeration"]
     assert found["controls"] == [{"name": "block", "passed": True}]
-    harmless = faults.Fault(faults.LAW, "rule", BlockLaw(), "B.3")
+    harmless = faults.Fault(faults.LAW, "rule", Block(), "B.3")
     monkeypatch.setattr(faults, "FAULTS", {"harmless": harmless})
     assert main(["audit", "--all-faults", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -33,14 +33,9 @@ class Rejection:
         self, draft: Draft, target_log_probs: Float[Array, "M V"]
     ) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
         """Returns the exact law of the verdict; see `base.AcceptanceRule.law`."""
-        accept = jnp.exp(jnp.minimum(log_accept(draft, target_log_probs), 0))
-        zero = jnp.zeros((1,), accept.dtype)
-        reach = jnp.cumprod(jnp.concatenate([zero + 1, accept]))
-        stop = reach * (1 - jnp.concatenate([accept, zero]))
-        rows = jax.vmap(
-            lambda n: _next_log_probs(draft, target_log_probs, n),
-        )(jnp.arange(len(target_log_probs), dtype=jnp.int32))
-        return stop, jax.nn.softmax(rows, axis=-1)
+        return token_wise_law(
+            log_accept(draft, target_log_probs), draft, target_log_probs
+        )
 
     def __call__(
         self, noise: Noise, draft: Draft, target_log_probs: Float[Array, "M V"]
@@ -50,14 +45,53 @@ class Rejection:
         Raises:
           ValueError: If the draft is a tree.
         """
-        slots = jnp.arange(len(target_log_probs) - 1, dtype=jnp.int32)
         log_ratio = log_accept(draft, target_log_probs)
-        coins = jnp.asarray(jax.vmap(noise.uniform)(slots), log_ratio.dtype)
-        # Strict: a coin of exactly 0 must not accept a token of probability 0.
-        accepted = jnp.log(coins) < log_ratio
-        num_accepted = jnp.cumprod(accepted.astype(jnp.int32)).sum(dtype=jnp.int32)
-        row = _next_log_probs(draft, target_log_probs, num_accepted)
-        return Verdict(num_accepted, draw(row, noise, num_accepted), slots)
+        return token_wise_verdict(noise, log_ratio, draft, target_log_probs)
+
+
+def token_wise_law(
+    log_ratio: Float[Array, " N"], draft: Draft, target_log_probs: Float[Array, "M V"]
+) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
+    """Returns the law of a rule that tests token by token up to the first failure.
+
+    Args:
+      log_ratio: Log of each token's chance to be kept, in nats; above 0 is certain.
+      draft: A chain.
+      target_log_probs: Policy rows, one more than tokens.
+
+    Returns:
+      What `base.AcceptanceRule.law` does; a rejected token is replaced by `residual`.
+    """
+    accept = jnp.exp(jnp.minimum(log_ratio, 0))
+    zero = jnp.zeros((1,), accept.dtype)
+    reach = jnp.cumprod(jnp.concatenate([zero + 1, accept]))
+    stop = reach * (1 - jnp.concatenate([accept, zero]))
+    rows = jax.vmap(lambda n: _next_log_probs(draft, target_log_probs, n))(
+        jnp.arange(len(target_log_probs), dtype=jnp.int32)
+    )
+    return stop, jax.nn.softmax(rows, axis=-1)
+
+
+def token_wise_verdict(
+    noise: Noise,
+    log_ratio: Float[Array, " N"],
+    draft: Draft,
+    target_log_probs: Float[Array, "M V"],
+) -> Verdict:
+    """Draws the verdict whose law is `token_wise_law`."""
+    slots = jnp.arange(len(target_log_probs) - 1, dtype=jnp.int32)
+    # Strict: a coin of exactly 0 must not accept a token of probability 0.
+    accepted = log_coins(noise, slots, log_ratio) < log_ratio
+    num_accepted = jnp.cumprod(accepted.astype(jnp.int32)).sum(dtype=jnp.int32)
+    row = _next_log_probs(draft, target_log_probs, num_accepted)
+    return Verdict(num_accepted, draw(row, noise, num_accepted), slots)
+
+
+def log_coins(
+    noise: Noise, slots: Int[Array, " N"], like: Float[Array, "..."]
+) -> Float[Array, " N"]:
+    """Returns the logarithms of one coin a slot, in the dtype of `like`."""
+    return jnp.log(jnp.asarray(jax.vmap(noise.uniform)(slots), like.dtype))
 
 
 def log_accept(
@@ -70,7 +104,8 @@ def log_accept(
     """
     if draft.parents is not None:
         raise ValueError(
-            "rejection judges chains, got a tree; use the coupled rule for trees."
+            "this rule judges chains, got a tree; use multi_draft where the siblings "
+            "have a law, else the coupled rule."
         )
     slots = jnp.arange(len(target_log_probs) - 1, dtype=jnp.int32)
     tokens = jnp.clip(draft.tokens, 0, target_log_probs.shape[-1] - 1)

@@ -1,9 +1,9 @@
 """The exact joint law that one round emits, by summing over everything it may draw.
 
-For small vocabularies and draft lengths the sum over all V^K drafts, stopping places
-and next tokens is finite: no randomness, no threshold, deviations of order 1e-16 in
-float64. It sees what tests of the first token or of greedy text cannot (a wrong bonus
-row, a token-wise residual under block acceptance).
+For small vocabularies the sum over all drafts (V^N of them, chain or tree), stopping
+places and next tokens is finite: no randomness, no threshold, deviations of order 1e-16
+in float64. It sees what tests of the first token or of greedy text cannot: a wrong
+bonus row, a token-wise residual under block acceptance, siblings that are judged alone.
 """
 
 import functools
@@ -33,53 +33,118 @@ def completed_law(target: Rows) -> np.ndarray:
     return law
 
 
-def chain_law(law: Callable, target: Rows, draft: Rows, *, one_hot: bool = False):
-    """Returns the joint law of K + 1 tokens when a round drafts a chain of K.
+def joint_law(
+    law: Callable,
+    target: Rows,
+    draft: Sequence[Rows],
+    *,
+    parents: Sequence[int] | None = None,
+    siblings: str = "none",
+    num_valid: int | None = None,
+    one_hot: bool = False,
+) -> np.ndarray:
+    """Returns the joint law of depth + 1 tokens when a round drafts a chain or a tree.
 
     Rounds that emit fewer tokens are completed by the target, so that a lossless rule
     gives `completed_law(target)` whatever the draft.
 
     Args:
       law: A rule's `law`, or anything of its signature.
-      target: K + 1 arrays of policy rows.
-      draft: K arrays of the rows that draft tokens are drawn from.
-      one_hot: The draft is deterministic and tells the rule so (`log_probs` None).
+      target: Policy rows of depth + 1 levels.
+      draft: For each node the rows that it is drawn from, by depth: nodes may come from
+        several models.
+      parents: Of each node, -1 for the roots; None is a chain.
+      siblings: How the children of a node are drawn, one of `base.SIBLINGS`. Ranked
+        ones are the likeliest of their row, in order.
+      num_valid: Nodes that the rule is told to look at; None is all.
+      one_hot: The rule is told no law (`log_probs` None).
 
     Returns:
-      float64 probabilities of shape (V,) * (K + 1).
+      float64 probabilities of shape (V,) * (depth + 1).
     """
-    num_draft, vocab_size = len(draft), target[0].shape[-1]
-    chains = np.array(
-        list(itertools.product(range(vocab_size), repeat=num_draft)), np.int32
-    ).reshape(-1, num_draft)
+    num_nodes, vocab_size = len(draft), target[0].shape[-1]
+    above = list(range(-1, num_nodes - 1)) if parents is None else list(parents)
+    paths: list[list[int]] = [[]]  # of each block slot, the nodes that lead there
+    for node, parent in enumerate(above):
+        paths.append([*paths[parent + 1], node])
+    drafts = np.array(
+        list(itertools.product(range(vocab_size), repeat=num_nodes)), np.int32
+    ).reshape(-1, num_nodes)
+    size = len(drafts)
 
-    def rows_along(rows: Rows) -> np.ndarray:
-        return np.stack(
-            [r[tuple(chains[:, :d].T)] + np.zeros((len(chains), 1)) for d, r in
-             enumerate(rows)],
-            axis=1,
-        )  # fmt: skip
+    def rows_after(rows: Rows, path: list[int]) -> np.ndarray:
+        found = rows[len(path)][tuple(drafts[:, path].T)]
+        return np.broadcast_to(found, (size, vocab_size))
 
-    target_rows, draft_rows = rows_along(target), rows_along(draft)
-    proposed = np.take_along_axis(draft_rows, chains[..., None], axis=2)[..., 0]
+    target_rows = np.stack([rows_after(target, path) for path in paths], axis=1)
+    draft_rows = np.zeros((size, num_nodes, vocab_size))
+    for node, own in enumerate(draft):
+        draft_rows[:, node] = rows_after(own, paths[above[node] + 1])
     batch = Draft(
-        tokens=jnp.asarray(chains),
-        num_valid=jnp.full((len(chains),), num_draft, jnp.int32),
+        tokens=jnp.asarray(drafts),
+        num_valid=jnp.full((size,), _or(num_valid, num_nodes), jnp.int32),
         log_probs=None if one_hot else jnp.asarray(draft_rows),
+        parents=None if parents is None else jnp.tile(jnp.int32(parents), (size, 1)),
     )
     stop, following = _compiled(law)(batch, jnp.asarray(target_rows))
-    mass = np.exp(proposed.sum(axis=1))[:, None] * np.asarray(stop, np.float64)
-    # A chain that is never drafted has no law to speak of (0/0 there, 0 here).
+    mass = _mass(drafts, draft_rows, above, siblings)
+    mass = mass[:, None] * np.asarray(stop, np.float64)
+    # A draft that is never made has no law to speak of (0/0 there, 0 here).
     cases = np.where(mass[..., None] > 0, mass[..., None] * np.asarray(following), 0)
 
-    total = np.zeros((vocab_size,) * (num_draft + 1))
-    for num_accepted in range(num_draft + 1):
-        emitted = cases[:, num_accepted].reshape((vocab_size,) * (num_draft + 1))
-        emitted = emitted.sum(axis=tuple(range(num_accepted, num_draft)))
-        for rows in target[num_accepted + 1 :]:
-            emitted = emitted[..., None] * np.exp(rows)
-        total += emitted
+    emitted = [np.zeros((vocab_size,) * (depth + 1)) for depth in range(len(target))]
+    for slot, path in enumerate(paths):
+        place = (np.zeros(size, int), *drafts[:, path].T)  # a path may be empty
+        np.add.at(emitted[len(path)][None], place, cases[:, slot])
+    total = np.zeros(())
+    for depth, rows in enumerate(target):
+        if depth:
+            total = total[..., None] * np.exp(rows)
+        total = total + emitted[depth]
     return total
+
+
+def _or(value: int | None, other: int) -> int:
+    return other if value is None else value
+
+
+def _mass(
+    drafts: np.ndarray, rows: np.ndarray, above: list[int], siblings: str
+) -> np.ndarray:
+    """Returns the probability of each draft, [A].
+
+    Where a law has fewer tokens than distinct siblings, the rest are drawn evenly from
+    the tokens that are left, as garbage of any kind might be.
+    """
+    mass = np.ones(len(drafts))
+    every = np.arange(len(drafts))
+    for node, parent in enumerate(above):
+        probs = np.exp(rows[:, node])
+        older = [other for other in range(node) if above[other] == parent]
+        if siblings == "distinct" and older:
+            free = np.ones(probs.shape)
+            np.put_along_axis(free, drafts[:, older], 0, axis=1)
+            left = probs * free
+            left = np.where(left.sum(-1, keepdims=True) > 0, left, free)
+            probs = left / left.sum(-1, keepdims=True)
+        elif siblings == "ranked":
+            order = np.argsort(-probs, axis=-1, kind="stable")
+            probs = np.zeros(probs.shape)
+            np.put_along_axis(probs, order[:, len(older), None], 1, axis=1)
+        mass = mass * probs[every, drafts[:, node]]
+    return mass
+
+
+def chain_law(law: Callable, target: Rows, draft: Rows, **options: Any) -> np.ndarray:
+    """Returns `joint_law` of a chain whose nodes all come from one model.
+
+    Args:
+      law: A rule's `law`, or anything of its signature.
+      target: K + 1 arrays of policy rows.
+      draft: K arrays of the rows that draft tokens are drawn from.
+      **options: `num_valid` and `one_hot` of `joint_law`.
+    """
+    return joint_law(law, target, [draft] * len(draft), **options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -89,8 +154,13 @@ def _compiled(law: Callable) -> Callable:
 
 def deviation(law: Callable, target: Rows, draft: Rows, **options) -> float:
     """Returns the largest absolute deviation from the target's joint law."""
-    emitted = chain_law(law, target, draft, **options)
-    return float(np.abs(emitted - completed_law(target)).max())
+    return _furthest(chain_law(law, target, draft, **options), target)
+
+
+def _furthest(emitted: np.ndarray, target: Rows) -> float:
+    """Returns the largest deviation from the target; a NaN is no law."""
+    worst = float(np.abs(emitted - completed_law(target)).max())
+    return worst if worst == worst else float("inf")
 
 
 TOLERANCE = 1e-12
@@ -101,7 +171,12 @@ SIZES = ((3, 1), (4, 2), (3, 3))
 
 
 def random_tables(
-    seed: int, vocab_size: int, num_draft_tokens: int, *, keep: int | None = None
+    seed: int,
+    vocab_size: int,
+    num_draft_tokens: int,
+    *,
+    keep: int | None = None,
+    target_keep: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns policy rows that depend on the context: the target's and the draft's.
 
@@ -110,6 +185,7 @@ def random_tables(
       vocab_size: V.
       num_draft_tokens: K.
       keep: The draft's rows keep that many tokens, as top-k does; None keeps all.
+      target_keep: The same of the target's rows.
     """
     rng = np.random.default_rng(seed)
 
@@ -119,6 +195,8 @@ def random_tables(
 
     target = [rows(depth) for depth in range(num_draft_tokens + 1)]
     draft = [rows(depth) for depth in range(num_draft_tokens)]
+    if target_keep is not None:
+        target = [_cut(row, target_keep) for row in target]
     if keep is not None:
         draft = [_cut(row, keep) for row in draft]
     return target, draft
@@ -130,19 +208,64 @@ def _cut(rows: np.ndarray, keep: int) -> np.ndarray:
     return kept - np.log(np.exp(kept).sum(-1, keepdims=True))
 
 
+TREES = ((-1, -1, 0, 0, 1, 1), (-1, -1, -1, 0, 0, 2))
+"""Parents of the small trees on which `tree_deviation` sums; of one size."""
+
+
+def tree_deviation(
+    rule: Any, siblings: str, vocab_size: int = 3, trees: Sequence = TREES
+) -> float:
+    """Returns the largest deviation of a rule's joint law on small trees.
+
+    Draft laws with all tokens, with two, and with one (as at temperature 0: the further
+    siblings are garbage); a greedy target; drafts that are not all valid. Independent
+    siblings come from several models, one a rank.
+    """
+    worst = 0.0
+    for seed, parents in enumerate(trees):
+        ranks = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+        for keep, target_keep, num_valid in _TREE_CASES:
+            target, _ = random_tables(seed, vocab_size, 2, target_keep=target_keep)
+            models = [
+                random_tables(10 * seed + rank, vocab_size, 2, keep=keep)[1]
+                for rank in range(max(ranks) + 1)
+            ]
+            several = siblings == "independent"
+            draft = [models[rank if several else 0] for rank in ranks]
+            options = {"parents": parents, "siblings": siblings, "num_valid": num_valid}
+            emitted = joint_law(rule.law, target, draft, **options)
+            worst = max(worst, _furthest(emitted, target))
+            if keep is None and not rule.needs_log_probs:
+                emitted = joint_law(rule.law, target, draft, one_hot=True, **options)
+                worst = max(worst, _furthest(emitted, target))
+    return worst
+
+
+_TREE_CASES = (
+    (None, None, None), (2, None, None), (1, None, None), (None, 1, None), (None, 2, 4),
+)  # fmt: skip
+"""Tokens that the draft's rows keep, that the target's do, and valid nodes."""
+
+
 def worst_deviation(rule: Any, sizes: Sequence[tuple[int, int]] = SIZES) -> float:
     """Returns the largest deviation of a rule's joint law on small random tables.
 
-    Drafts with a law, cut drafts, and drafts without one (deterministic). A lossless
-    rule comes to 1e-15 or so.
+    Chains: drafts with a law, cut drafts, drafts without one (deterministic), and
+    drafts that are not all valid. Trees: of every kind of siblings that the rule
+    judges. A lossless rule comes to 1e-15 or so.
     """
     worst = 0.0
     with jax.enable_x64(True):
         for seed, (vocab_size, num_draft) in enumerate(sizes):
             for keep in (None, 2):
                 target, draft = random_tables(seed, vocab_size, num_draft, keep=keep)
-                worst = max(worst, deviation(rule.law, target, draft))
+                for valid in {num_draft, max(num_draft - 1, 1)}:
+                    found = deviation(rule.law, target, draft, num_valid=valid)
+                    worst = max(worst, found)
             if not rule.needs_log_probs and num_draft == 2:
                 target, draft = random_tables(seed, vocab_size, num_draft, keep=1)
                 worst = max(worst, deviation(rule.law, target, draft, one_hot=True))
+        for siblings in rule.siblings:
+            if siblings != "none":
+                worst = max(worst, tree_deviation(rule, siblings))
     return worst

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specdec_jax.acceptance import RULES
+from specdec_jax.acceptance import EVERY_RULE, RULES
 from specdec_jax.audit import enumeration
 from specdec_jax.audit.coins import coin_problems
 from specdec_jax.audit.exact import exact_law
 from specdec_jax.audit.loop_law import DRAFT_TOLERANCE, loop_law
-from specdec_jax.audit.planted import parts, rules
-from specdec_jax.audit.planted.block import BlockLaw
+from specdec_jax.audit.planted import block, parts, rules, trees
 from specdec_jax.audit.planted.rules import Chain
 from specdec_jax.audit.subject import Subject
 from specdec_jax.audit.table import TableModel, table
@@ -126,13 +125,23 @@ FAULTS: dict[str, Fault] = {
         LAW, "rule", Chain(noise="position"), "B.1.5"
     ),
     "block: stops at the first failed coin": Fault(
-        LAW, "rule", BlockLaw(first_failure=True), "B.3"
+        LAW, "rule", block.StopsAtFirstFailure(), "B.3"
     ),
-    "block: token-wise residual": Fault(
-        LAW, "rule", BlockLaw(token_residual=True), "B.3"
-    ),
+    "block: token-wise residual": Fault(LAW, "rule", block.TokenResidual(), "B.3"),
     "block: product clipped at the end": Fault(
-        LAW, "rule", BlockLaw(clip_at_end=True), "B.3"
+        LAW, "rule", block.ClipsAtTheEnd(), "B.3"
+    ),
+    "tree: siblings tested one by one, one residual": Fault(
+        LAW, "rule", trees.JudgedAlone("independent"), "B.6.2"
+    ),
+    "tree: duplicates merged": Fault(
+        LAW, "rule", trees.MergesDuplicates("independent"), "B.6.2"
+    ),
+    "tree: draft law not renormalised": Fault(
+        LAW, "rule", trees.NotRenormalised("distinct"), "B.6.2"
+    ),
+    "tree: siblings tested in another order": Fault(
+        LAW, "rule", trees.LikeliestFirst("distinct"), "B.6.2"
     ),
     "staged: inner draft's law reported": Fault(
         LAW, "drafter", _drafter(parts.StagedMisreported), "B.5"
@@ -173,7 +182,7 @@ FAULTS: dict[str, Fault] = {
 }
 """Every fault by its name."""
 
-CONTROLS: dict[str, Any] = {**RULES, "block": BlockLaw()}
+CONTROLS: dict[str, Any] = EVERY_RULE
 """Right rules that no level may object to."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specdec_jax.acceptance import RULES
+from specdec_jax.acceptance import EVERY_RULE
 from specdec_jax.audit.coins import coin_problems
 from specdec_jax.audit.enumeration import worst_deviation
 from specdec_jax.audit.exact import exact_law
@@ -94,7 +94,7 @@ def check_levels(levels: Sequence[str] | None) -> None:
 
 def enumerate_rules(rule: Any) -> Enumerated:
     """Enumerates the joint law of a rule and of all named ones, and tests its coins."""
-    rules = dict(RULES)
+    rules = dict(EVERY_RULE)
     if rule not in rules.values():
         rules[repr(rule)] = rule
     by_rule = {name: worst_deviation(each) for name, each in rules.items()}
