@@ -70,7 +70,7 @@ def exact_law(
             f"{subject.rule} needs the law of every drafted token and "
             f"{subject.drafter} gives none; use the rejection or the coupled rule"
         )
-    worst, places = 0.0, _places(prompts, num_contexts)
+    worst, seen, places = 0.0, 0, _places(prompts, num_contexts)
     with jax.enable_x64(True):
         for index, ends in places.items():
             prompt = prompts[index]
@@ -80,10 +80,13 @@ def exact_law(
             draft = None
             if subject.draft_model is not None:
                 rows = _rows(
-                    subject.draft_model, subject.params.draft, prompt, sampling
+                    subject.draft_model, subject.draft_variables, prompt, sampling
                 )
                 draft = np.asarray(_fit(rows, vocab_size))
             for end in ends:
+                if draft is not None and np.isnan(draft[end - 1, 0]):
+                    continue  # the draft has no law here and proposes nothing
+                seen += 1
                 found = _deviation(
                     target[end - 1 : end + 1],
                     None if draft is None else draft[end - 1],
@@ -91,7 +94,7 @@ def exact_law(
                     rule=subject.rule,
                 )
                 worst = max(worst, float(found)) if found == found else float("nan")
-    return ExactLaw(worst, sum(map(len, places.values())))
+    return ExactLaw(worst, seen)
 
 
 def _places(

@@ -86,7 +86,7 @@ class Prompt(NamedTuple):
             None if model is None else read_prompt(model, variables, tokens, capacity)
             for model, variables in (
                 (subject.reference, subject.params.target),
-                (subject.draft_model, subject.params.draft),
+                (subject.draft_model, subject.draft_variables),
             )
         ]
         return cls(tokens, state, *caches)
@@ -256,7 +256,7 @@ def _told_against_own(subject, prompt, state, infos, sampling):
     if model is None or info.draft.log_probs is None:
         return None
     own = _laws(
-        subject.params.draft,
+        subject.draft_variables,
         prompt.draft_cache,
         _with_drafts(state.tokens, state.length - info.num_emitted, info.draft.tokens),
         np.int32(len(prompt.tokens)),

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from specdec_jax import decode
-from specdec_jax.base import LanguageModel, Params
+from specdec_jax.base import LanguageModel, Params, Variables
 from specdec_jax.decode import DecodeState
-from specdec_jax.drafters import ModelDrafter
+from specdec_jax.drafters import Adaptive, EarlyExit, ModelDrafter
 from specdec_jax.sampling import Sampling, SamplingRows
 
 
@@ -47,9 +47,22 @@ class Subject(NamedTuple):
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The model that drafts, where one does."""
-        drafts = isinstance(self.drafter, ModelDrafter)
-        return self.drafter.model if drafts else None
+        """The model whose own law each drafted token has, where there is one."""
+        drafter = self._inner
+        drafts = isinstance(drafter, ModelDrafter | EarlyExit)
+        return drafter.model if drafts else None
+
+    @property
+    def draft_variables(self) -> Variables:
+        """The draft model's variables; an early exit has the target's."""
+        shared = isinstance(self._inner, EarlyExit)
+        return self.params.target if shared else self.params.draft
+
+    @property
+    def _inner(self) -> Any:
+        """What drafts; adaptive lengths change no law."""
+        adaptive = isinstance(self.drafter, Adaptive)
+        return self.drafter.drafter if adaptive else self.drafter
 
     @property
     def loop(self) -> dict[str, Any]:

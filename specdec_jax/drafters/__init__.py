@@ -1,9 +1,34 @@
 """Drafters: where proposals come from. One drafter a file; all meet `base.Drafter`."""
 
+from specdec_jax.drafters.adaptive import Adaptive
+from specdec_jax.drafters.chain import Stop
+from specdec_jax.drafters.early_exit import EarlyExit, first_layers
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.nested import Nested
 from specdec_jax.drafters.ngram import NgramDrafter
+from specdec_jax.drafters.ngram_counts import NgramCounts
 from specdec_jax.drafters.none import NoDrafter
 from specdec_jax.drafters.staged import Staged
+from specdec_jax.drafters.table import (
+    LookupTable,
+    fit_bigram,
+    fit_unigram,
+    frequent_ids,
+)
 
-__all__ = ["ModelDrafter", "Nested", "NgramDrafter", "NoDrafter", "Staged"]
+__all__ = [
+    "Adaptive",
+    "EarlyExit",
+    "LookupTable",
+    "ModelDrafter",
+    "Nested",
+    "NgramCounts",
+    "NgramDrafter",
+    "NoDrafter",
+    "Staged",
+    "Stop",
+    "first_layers",
+    "fit_bigram",
+    "fit_unigram",
+    "frequent_ids",
+]

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specdec_jax.base import Draft, LanguageModel, RoundContext
-from specdec_jax.rng import draw
-from specdec_jax.sampling import History, is_greedy, policy
+from specdec_jax.base import LanguageModel, RoundContext
+from specdec_jax.drafters.chain import Stop, draw_chain
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,14 @@ class ModelDrafter:
         lacks are never drawn, ids that the draft lacks have q = 0.
       window: Tokens re-read each round: 2 for the loop's own drafter, the outermost
         K + 1 for a child of a composed one.
+      stop: When a row ends its draft early; None never does.
     """
 
     model: LanguageModel
     num_draft_tokens: int
     vocab_size: int | None = None
     window: int = 2
+    stop: Stop | None = None
     siblings: ClassVar[str] = "none"
     hidden_layers: ClassVar[tuple[int, ...]] = ()
 
@@ -63,42 +63,14 @@ class ModelDrafter:
 
     def draft(self, state, context: RoundContext):
         """Draws `max_draft` tokens a row; as many forwards as the longest row needs."""
-        batch_size, num_nodes = context.length.shape[0], self.num_draft_tokens
-        rows = jnp.arange(batch_size, dtype=jnp.int32)
-        keep_laws = not is_greedy(context.sampling)
 
-        def draw_next(index, logits, tokens, laws):
-            history = History.plain(tokens, context.length + index)
-            law = policy(logits, context.sampling, history)[:, 0]
-            token = draw(law, context.noise, index)
-            tokens = tokens.at[rows, context.length + index].set(token, mode="drop")
-            if keep_laws:
-                laws = jax.lax.dynamic_update_index_in_dim(laws, law, index, 1)
-            return token, tokens, laws
-
-        def body(carry):
-            index, token, cache, tokens, laws = carry
-            logits, cache = self._apply(context.params, token[:, None], cache)
-            token, tokens, laws = draw_next(index, logits, tokens, laws)
-            return index + 1, token, cache, tokens, laws
+        def read(token, cache):
+            return self._apply(context.params, token, cache)
 
         logits, cache = self._catch_up(state, context)
-        laws = (
-            jnp.zeros((batch_size, num_nodes, logits.shape[-1]), jnp.float32)
-            if keep_laws
-            else None
+        draft, cache = draw_chain(
+            read, logits, cache, context, self.num_draft_tokens, self.stop
         )
-        zero = jnp.zeros((), jnp.int32)
-        token, tokens, laws = draw_next(zero, logits, context.tokens, laws)
-        with jax.named_scope("drafting"):  # `plan` tells the loop by it
-            _, _, cache, tokens, laws = jax.lax.while_loop(
-                lambda carry: carry[0] < context.max_draft.max(),
-                body,
-                (zero + 1, token, cache, tokens, laws),
-            )
-        slots = context.length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)[None]
-        drafted = jnp.take_along_axis(tokens, slots, axis=1)
-        draft = Draft(drafted, context.max_draft, laws)
         return draft, cache, context.target_cache
 
     def update(self, params, state, context, draft, target_output, verdict):

@@ -59,7 +59,7 @@ def _kernel_shape(size: int, columns: int, tiled: bool) -> tuple[int, ...]:
     return size, columns
 
 
-def _product(x: Float[Array, "*A D"], kernel: Array) -> Float[Array, "*A F"]:
+def product(x: Float[Array, "*A D"], kernel: Array) -> Float[Array, "*A F"]:
     """Returns `x @ kernel`, for both layouts of the kernel."""
     if kernel.ndim == 2:
         return jnp.matmul(x, kernel, precision=precision(kernel.dtype))
@@ -98,7 +98,7 @@ class Linear(nn.Module):
         """Returns `x @ kernel + bias`."""
         shape = _kernel_shape(x.shape[-1], self.features, self.tiled)
         init = nn.initializers.lecun_normal(-2, -1, range(len(shape) - 2))
-        y = _product(x, _param(self, "kernel", init, shape))
+        y = product(x, _param(self, "kernel", init, shape))
         if self.use_bias:
             shape = (self.features,)
             bias = _param(self, "bias", nn.initializers.zeros, shape)
@@ -134,7 +134,7 @@ class Embedding(nn.Module):
     def attend(self, x: Float[Array, "*A D"]) -> Float[Array, "*A V"]:
         """Returns the product of `x` with every row."""
         if self.embedding.ndim == 3:
-            return _product(x, self.embedding)
+            return product(x, self.embedding)
         return jnp.einsum(
             "...d,vd->...v", x, self.embedding, precision=precision(self.dtype)
         )

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specdec_jax.base import Drafter, Variables
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.drafters import NgramDrafter, NoDrafter
+from specdec_jax.text import free_drafts
 
 
 class Ask(NamedTuple):
@@ -22,9 +23,9 @@ class Ask(NamedTuple):
     """K, at least 1."""
     options: Mapping[str, str]
     """What was written behind the name; those the maker knows alone."""
-    load: Callable[[str, int | None], Any]
-    """Loads a checkpoint as a draft, from its name and the layers to keep (None keeps
-    all), after a look at its vocabulary."""
+    load: Callable[[str, int | None, bool], Any]
+    """Loads a checkpoint as a draft, from its name, the layers to keep (None keeps all)
+    and whether its vocabulary must be the target's."""
 
 
 class Maker(NamedTuple):
@@ -41,39 +42,23 @@ def _none(ask: Ask) -> tuple[Drafter, Variables]:
 
 
 def _ngram(ask: Ask) -> tuple[Drafter, Variables]:
-    return NgramDrafter(ask.num_draft_tokens), None
+    return free_drafts.length(ask, NgramDrafter(ask.num_draft_tokens)), None
 
 
-def _checkpoint(ask: Ask) -> tuple[Drafter, Variables]:
-    small = ask.load(ask.name, whole(ask.name, ask.options, "layers"))
-    vocab_size = ask.target.model.vocab_size
-    return ModelDrafter(small.model, ask.num_draft_tokens, vocab_size), small.params
-
+_LAW = (*free_drafts.STOP, *free_drafts.LENGTH)
 
 DRAFTS: dict[str, Maker] = {
     "none": Maker(_none),
-    "ngram": Maker(_ngram),
+    "ngram": Maker(_ngram, free_drafts.LENGTH),
+    "ngram_counts": Maker(free_drafts.ngram_counts, ("size", *_LAW)),
+    "early_exit": Maker(free_drafts.early_exit, ("layers", *_LAW)),
+    "bigram": Maker(free_drafts.bigram, ("corpus", *_LAW)),
+    "unigram": Maker(free_drafts.unigram, ("corpus", *_LAW)),
 }
 """What drafts without a checkpoint, by name."""
 
-CHECKPOINT = Maker(_checkpoint, options=("layers",))
+CHECKPOINT = Maker(free_drafts.checkpoint, ("layers", *free_drafts.MODEL, *_LAW))
 """What all other names are."""
-
-
-def whole(name: str, options: Mapping[str, str], option: str) -> int | None:
-    """Returns a draft's option as a whole number; None if it was not written.
-
-    Raises:
-      ValueError: It is not a whole number.
-    """
-    value = options.get(option)
-    if value is None:
-        return None
-    if not value.isdecimal():
-        raise ValueError(
-            f"draft {name!r}: {option} is {value!r}; it must be a whole number"
-        )
-    return int(value)
 
 
 def read_name(draft: str) -> tuple[str, dict[str, str]]:

@@ -87,12 +87,13 @@ def load_pair(
         return loaded, drafts[0], None
     elsewhere = placement is not None and placement.draft != "target"
 
-    def load_draft(name: str, num_layers: int | None) -> Any:
+    def load_draft(name: str, num_layers: int | None, same_vocabulary: bool) -> Any:
         small: Any = loaded
         if name != str(target) or num_layers is not None or elsewhere:
             place = on(draft=True)
             small = load(name, dtype=dtype, num_layers=num_layers, place=place)
-        check_same_vocabulary(loaded, small, name)
+        if same_vocabulary:
+            check_same_vocabulary(loaded, small, name)
         return small
 
     def make(index: int, length: int) -> tuple[Drafter, Any]:
@@ -208,7 +209,8 @@ def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
             raise ValueError(
                 f"the tokenizer of draft {name!r} is not the target's: id {token} is "
                 f"{theirs[token]!r} in the draft and {ours[token]!r} in the target; "
-                "use a draft that was trained with the target's tokenizer, or 'ngram'"
+                "use a draft that was trained with the target's tokenizer, or 'ngram', "
+                f"or {name}:tokenizer=shared to draft the tokens that both have"
             )
 
 
