@@ -1,6 +1,7 @@
 """Drafts that cost little: their laws by enumeration, and the loop that runs them."""
 
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import toy
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from specdec_jax import decode
 from specdec_jax.acceptance import RULES, Coupled, Rejection
@@ -30,6 +34,8 @@ from specdec_jax.drafters import (
 )
 from specdec_jax.networks import Decoder, DecoderConfig, Rotary, remap, trim
 from specdec_jax.sampling import Sampling
+from specdec_jax.text import SpeculativeDecoder
+from specdec_jax.text.vocabulary import shared_tokens
 
 VOCAB, K = 3, 3
 PROMPT = (2, 0, 1, 2, 0, 2)
@@ -468,3 +474,109 @@ def test_what_cannot_be_drafted_with_is_refused_in_words():
 
 def tables32():
     return toy.table(jax.random.key(0), VOCAB)
+
+
+CORPUS_TEXT = "hello world, the cat sat on the mat and the dog sat on the log. " * 3
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A target, a draft whose tokenizer has two ids exchanged, and a text."""
+    folder = tmp_path_factory.mktemp("pair")
+    corpus = folder / "corpus.txt"
+    corpus.write_text(CORPUS_TEXT)
+    other = tiny.make_tokenizer(swapped=True)
+    return (
+        tiny.save_checkpoint(folder / "target", num_layers=2),
+        tiny.save_checkpoint(folder / "draft", seed=1, num_layers=1, tokenizer=other),
+        str(corpus),
+    )
+
+
+PROMPTS = ["the cat sat on the mat and the", "hello", "the dog"]
+
+
+@pytest.fixture(scope="module")
+def greedy_ids(checkpoints):
+    decoder = SpeculativeDecoder.from_pretrained(checkpoints[0], None)
+    results = decoder.generate(PROMPTS, max_new_tokens=[9, 14, 3])
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "early_exit:layers=1,adaptive=2",
+        "bigram:corpus={corpus},below=0.05",
+        "{draft}:tokenizer=shared,vocab=128,corpus={corpus},entropy=9",
+        "ngram_counts:size=2",
+    ],
+)
+def test_drafts_by_name_give_plain_greedy_text(name, checkpoints, greedy_ids):
+    target, draft, corpus = checkpoints
+    name = name.format(draft=draft, corpus=corpus)
+    told = pytest.warns(match="drafts 100%") if draft in name else nullcontext()
+    with told:
+        decoder = SpeculativeDecoder.from_pretrained(target, name, num_draft_tokens=3)
+    results = decoder.generate(PROMPTS, max_new_tokens=[9, 14, 3])
+    assert [result.token_ids for result in results] == greedy_ids
+    assert sum(result.num_drafted for result in results) > 2
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("early_exit:layers=2", "layer 2 of 2"),
+        ("early_exit:below=x", "below is 'x'"),
+        ("ngram:below=0.5", "no option 'below'"),
+        ("bigram", "bigram:corpus=FILE"),
+        ("{draft}", "tokenizer=shared"),
+        ("{target}:vocab=0", "vocab is 0"),
+        ("{target}:corpus={corpus}", "corpus goes with vocab"),
+        ("{target}:tokenizer=mine", "offered is shared"),
+        ("ngram:adaptive=0", "least"),
+    ],
+)
+def test_options_that_make_no_draft_are_refused(name, message, checkpoints):
+    target, draft, corpus = checkpoints
+    name = name.format(target=target, draft=draft, corpus=corpus)
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder.from_pretrained(target, name)
+    with pytest.raises(FileNotFoundError, match="no corpus"):
+        SpeculativeDecoder.from_pretrained(target, "bigram:corpus=nowhere")
+
+
+def test_tokens_are_shared_by_their_bytes():
+    ours, swapped = tiny.make_tokenizer(), tiny.make_tokenizer(swapped=True)
+    size = len(ours.get_vocab())
+    found = shared_tokens(ours, swapped, tiny.VOCAB_SIZE, tiny.VOCAB_SIZE)
+    assert found.share == 1
+    a, b = ours.convert_tokens_to_ids(["a", "b"])
+    assert (found.column[a], found.column[b]) == (b, a)
+    np.testing.assert_array_equal(found.column[size:], -1)
+    rest = [i for i in range(size) if i not in (a, b)]
+    np.testing.assert_array_equal(found.column[rest], rest)
+    # Pieces that write a space in another way, and lone bytes as <0x..>.
+    pieces = _pieces_tokenizer()
+    found = shared_tokens(ours, pieces, size, 40)
+    vocab, theirs = ours.get_vocab(), pieces.get_vocab()
+    for one, other in (("Ġthe", "▁the"), ("Ċ", "<0x0A>"), ("c", "c"), ("</s>", "<e>")):
+        assert found.column[vocab[one]] == theirs[other], one
+    lacking = vocab["Ġmat"]
+    assert found.column[lacking] == -1
+    assert found.read[lacking] == theirs["t"]  # its last piece there
+    with pytest.raises(ValueError, match="share 4 tokens"):
+        shared_tokens(ours, _pieces_tokenizer(strange=True), size, 400)
+
+
+def _pieces_tokenizer(strange=False):
+    words = ["<u>", "<e>", "▁the", "▁", *"catmdhesong", "<0x0A>", "▁cat"]
+    words = list(dict.fromkeys(words))
+    if strange:
+        words = ["<u>", "<e>", "▁the", "c", "<0x0A>", *(f"#{i}" for i in range(300))]
+    scores = [(word, -float(i)) for i, word in enumerate(words)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<e>", unk_token="<u>"
+    )

@@ -52,27 +52,6 @@ class Tree(_Plain):
 
 
 @dataclass(frozen=True)
-class EarlyExit(_Plain):
-    """Drafts greedily with the target itself, in the free slots of its cache."""
-
-    target: Any
-    num_nodes: int
-
-    @property
-    def depth(self):
-        return self.num_nodes
-
-    def draft(self, state, context):
-        cache = context.target_cache.rewind(context.length - 1)
-        token, drafted = _last(context), []
-        for _ in range(self.num_nodes):
-            output, cache = self.target.apply(context.params.target, token, cache)
-            token = jnp.argmax(output.logits, -1).astype(jnp.int32)
-            drafted.append(token)
-        return Draft(jnp.concatenate(drafted, 1), context.max_draft), state, cache
-
-
-@dataclass(frozen=True)
 class HiddenReader(_Plain):
     """Keeps the target's hidden state of the token before the last, and drafts from it.
 

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from specdec_jax.cli import options, show
 from specdec_jax.cli.environment import environment
-from specdec_jax.text.makers import CHECKPOINT, maker_of, whole
+from specdec_jax.text.free_drafts import whole
+from specdec_jax.text.makers import CHECKPOINT, maker_of
 from specdec_jax.text.pairing import DEFAULT_DRAFT, DEFAULT_TARGET, read_drafts
 
 

@@ -66,7 +66,16 @@ class EarlyExit:
         return state
 
     def draft(self, state, context: RoundContext):
-        """Draws `max_draft` tokens a row, and hands back the target's cache."""
+        """Draws `max_draft` tokens a row, and hands back the target's cache.
+
+        Raises:
+          ValueError: There is no cache to share: it is no longer the first to draft.
+        """
+        if context.target_cache is None:
+            raise ValueError(
+                "early exit drafts on the target's cache, which goes to the first of "
+                "several drafts alone; put it first"
+            )
 
         def read(token, cache):
             output, cache = self.model.apply(context.params.target, token, cache)

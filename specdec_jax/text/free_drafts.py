@@ -61,7 +61,7 @@ def ngram_counts(ask: "Ask") -> tuple[Drafter, Variables]:
     """Makes a draft of the counts of n-grams in the text itself."""
     size = whole(ask.name, ask.options, "size")
     sizes = {} if size is None else {"max_ngram": size}
-    model = NgramCounts(ask.target.model.vocab_size, **sizes)
+    model: Any = NgramCounts(ask.target.model.vocab_size, **sizes)
     drafter = ModelDrafter(model, ask.num_draft_tokens, stop=stop(ask))
     return length(ask, drafter), None
 
@@ -79,7 +79,7 @@ def unigram(ask: "Ask") -> tuple[Drafter, Variables]:
 
 
 def _table(ask: "Ask", variables: Variables) -> tuple[Drafter, Variables]:
-    model = LookupTable(ask.target.model.vocab_size)
+    model: Any = LookupTable(ask.target.model.vocab_size)
     drafter = ModelDrafter(model, ask.num_draft_tokens, stop=stop(ask))
     return length(ask, drafter), variables
 
