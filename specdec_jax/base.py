@@ -31,11 +31,16 @@ class Block(NamedTuple):
 
     Slot s of the block sits at cache slot `length + s` and at position
     `length + depth[s]`; it sees all slots below `length` and its ancestors.
+
+    A tree may be read in several calls, its parents first. Then `length` in what is
+    said here is that of the first call, M counts the slots read so far and in this
+    call, and the call's S tokens are the last S of them. What the target verifies is
+    always one call, M = S; only a model that drafts trees needs more.
     """
 
-    depth: Int[Array, "B S"]
+    depth: Int[Array, "B M"]
     """Distance from the block's first token, which has depth 0."""
-    ancestors: Bool[Array, "B S S"]
+    ancestors: Bool[Array, "B M M"]
     """`[b, s, t]` is true where t is s itself or an ancestor of s."""
 
 

@@ -161,7 +161,7 @@ def ancestry(
 ) -> tuple[Bool[Array, "B M M"], Int[Array, "B M"]]:
     """Returns ancestors-or-self and depth of the block `[last token, nodes]`.
 
-    Parents come before their children, so one pass over the nodes is enough.
+    All nodes climb to the root together, in as many steps as the tree is deep.
 
     Example:
       >>> ancestors, depth = ancestry(jnp.array([[-1, -1, 0]]))
@@ -172,15 +172,21 @@ def ancestry(
     """
     batch_size, num_nodes = parents.shape
     size = num_nodes + 1
-    rows = jnp.arange(batch_size, dtype=jnp.int32)
-    itself = jnp.eye(size, dtype=bool)
+    slots = jnp.arange(size, dtype=jnp.int32)
+    # Slot above each slot; the root's is -1, where climbing ends.
+    above = jnp.pad(parents + 1, ((0, 0), (1, 0)), constant_values=-1)
 
-    def add_node(node, ancestors):
-        inherited = ancestors[rows, parents[:, node] + 1]
-        return ancestors.at[:, node + 1].set(inherited | itself[node + 1][None])
+    def climb(carry):
+        at, ancestors = carry
+        ancestors |= at[:, :, None] == slots[None, None]
+        higher = jnp.take_along_axis(above, jnp.maximum(at, 0), axis=1)
+        return jnp.where(at < 0, -1, higher), ancestors
 
-    start = jnp.broadcast_to(itself, (batch_size, size, size))
-    ancestors = jax.lax.fori_loop(0, num_nodes, add_node, start)
+    start = jnp.broadcast_to(slots[None], above.shape)
+    none = jnp.zeros((batch_size, size, size), bool)
+    _, ancestors = jax.lax.while_loop(
+        lambda carry: (carry[0] >= 0).any(), climb, (start, none)
+    )
     return ancestors, ancestors.sum(-1, dtype=jnp.int32) - 1
 
 
@@ -209,9 +215,13 @@ def _check_draft(draft, context, drafter, rule, vocab_size):
 
 
 def _clip(draft: Draft, tree: _Tree, max_draft: Int[Array, " B"]) -> Draft:
-    """Cuts a draft to `max_draft` tokens, a tree to that depth."""
+    """Cuts a draft to `max_draft` tokens, a tree to that depth.
+
+    Nodes are breadth first, so what is too deep comes last. Padding may have any depth:
+    only nodes before the first one that does not fit count.
+    """
     fits = tree.tail_length[:, 1:] <= max_draft[:, None]
-    allowed = fits.sum(-1, dtype=jnp.int32)
+    allowed = jnp.cumprod(fits, axis=-1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
     return draft._replace(num_valid=jnp.minimum(draft.num_valid, allowed))
 
 

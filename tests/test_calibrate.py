@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tiny
 import toy
-from throwaway import Tree
 
 from specdec_jax import Sampling, SpeculativeDecoder
 from specdec_jax.base import Params
@@ -22,7 +21,7 @@ from specdec_jax.calibrate import calibrate, choose, prediction
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
 from specdec_jax.cli import main
 from specdec_jax.cli.calibrate import _print
-from specdec_jax.drafters import ModelDrafter, NgramDrafter
+from specdec_jax.drafters import ModelDrafter, NgramDrafter, TreeDrafter
 
 V = 4
 MODEL = toy.TableModel(V)
@@ -158,7 +157,7 @@ def test_a_length_is_changed_or_refused():
     assert with_length(NgramDrafter(3, max_ngram=2), 5) == NgramDrafter(5, max_ngram=2)
     assert with_length(ModelDrafter(MODEL, 3), 0).num_nodes == 0
     with pytest.raises(ValueError, match="no num_draft_tokens"):
-        with_length(Tree(V), 2)
+        with_length(TreeDrafter(MODEL, (-1,)), 2)
 
 
 # Prediction, choice and verdict from made-up numbers.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from throwaway import HiddenReader, Scheduled, Tree
+from throwaway import HiddenReader, Scheduled
 
 from specdec_jax import decode, rng
 from specdec_jax.acceptance import Coupled, Rejection
@@ -25,6 +25,7 @@ from specdec_jax.drafters import (
     NoDrafter,
     Staged,
     Stop,
+    TreeDrafter,
 )
 from specdec_jax.sampling import Sampling
 
@@ -65,7 +66,7 @@ DRAFTERS = {
     "early exit": (EarlyExit(toy.Softer(VOCAB), 3, Stop(below=0.3)), None),
     "counts": (Adaptive(ModelDrafter(NgramCounts(VOCAB), 3), start=1), None),
     "hidden reader": (HiddenReader(TARGET), None),
-    "tree": (Tree(VOCAB), None),
+    "tree": (TreeDrafter(TARGET, (-1, -1, 0, 0, 1)), DRAFT_TABLE),
 }
 CHAINS = [name for name in DRAFTERS if name != "tree"]
 

@@ -31,6 +31,7 @@ BELOW = {
     "networks": {"base", "cache"},
     "checkpoints": {"base", "cache", "networks"},
     "theory": set(),
+    "tree_choice": set(),
     "processes": set(),
     "sharding": {"base", "cache", "processes"},
     "audit": {

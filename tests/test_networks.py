@@ -221,6 +221,19 @@ def test_a_tree_gives_each_node_the_logits_of_its_chain(whole):
     )
 
 
+def test_a_tree_read_level_by_level_is_the_tree_read_at_once(whole):
+    name, _, cache = whole
+    length = jnp.asarray([3, 11, 19], jnp.int32)
+    nodes, tree = TOKENS[:, 10:15], _tree(3)
+    once, after = read(name, nodes, cache.rewind(length), tree)
+    cache = cache.rewind(length)
+    for start, stop in ((0, 1), (1, 3), (3, 4), (4, 5)):
+        so_far = base.Block(tree.depth[:, :stop], tree.ancestors[:, :stop, :stop])
+        part, cache = read(name, nodes[:, start:stop], cache, so_far)
+        np.testing.assert_allclose(part.logits, once.logits[:, start:stop], atol=2e-5)
+    np.testing.assert_array_equal(cache.length, after.length)
+
+
 def test_hidden_layers_are_inputs_of_layers_and_of_the_head():
     model, variables = MODELS["llama"], VARIABLES["llama"]
     cache = model.init_cache(3, 8)

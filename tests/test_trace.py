@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import toy
 from test_text import scripted
-from throwaway import Tree
 from tiny import save_checkpoint
 
 from specdec_jax import SpeculativeDecoder, decode, trace
 from specdec_jax.acceptance import Coupled, Rejection
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter, NgramDrafter
+from specdec_jax.drafters import ModelDrafter, NgramDrafter, TreeDrafter
 from specdec_jax.sampling import Sampling
 from specdec_jax.text.page import page
 
@@ -30,7 +29,7 @@ TEMPERATURE = 0.8
 
 CASES = {
     "model": (ModelDrafter(TARGET, 3), Rejection()),
-    "tree": (Tree(VOCAB), Coupled()),
+    "tree": (TreeDrafter(TARGET, (-1, -1, 0, 0, 1), "ranked"), Coupled()),
 }
 
 
@@ -39,7 +38,7 @@ def traced(request):
     """A traced run: (name, final state, trace of numpy arrays)."""
     drafter, rule = CASES[request.param]
     parts = {"target": TARGET, "drafter": drafter}
-    params = Params(TABLE, DRAFT_TABLE if request.param == "model" else None)
+    params = Params(TABLE, DRAFT_TABLE)
     state = decode.init(
         params,
         jax.random.key(5),

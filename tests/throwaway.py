@@ -29,29 +29,6 @@ def _last(context):
 
 
 @dataclass(frozen=True)
-class Tree(_Plain):
-    """A static binary tree of depth 2, a function of the last token."""
-
-    vocab_size: int
-    num_nodes: ClassVar = 6
-    depth: ClassVar = 2
-    siblings: ClassVar = "ranked"
-
-    def draft(self, state, context):
-        one = _last(context) + jnp.arange(1, 3, dtype=jnp.int32)[None]
-        two = jnp.repeat(one, 2, axis=1) + jnp.array([[0, 2, 1, 1]], jnp.int32)
-        tokens = jnp.concatenate([one, two], axis=1) % self.vocab_size
-        parents = jnp.array([[-1, -1, 0, 0, 1, 1]], jnp.int32)
-        batch = len(tokens)
-        draft = Draft(
-            tokens=tokens,
-            num_valid=jnp.full((batch,), 6, jnp.int32),
-            parents=jnp.broadcast_to(parents, (batch, 6)),
-        )
-        return draft, state, context.target_cache
-
-
-@dataclass(frozen=True)
 class HiddenReader(_Plain):
     """Keeps the target's hidden state of the token before the last, and drafts from it.
 

@@ -57,14 +57,17 @@ class TableModel:
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
         steps = jnp.arange(size, dtype=jnp.int32)[None]
         depth = jnp.broadcast_to(steps, (batch, size)) if block is None else block.depth
+        # Slots of the same tree that earlier calls have read.
+        before = depth.shape[1] - size
+        start = cache.length - before
         slots = cache.length[:, None] + steps
-        position = cache.length[:, None] + depth
+        position = start[:, None] + depth[:, before:]
         cache = TableCache(
             cache.length + size,
             cache.tokens.at[rows, slots].set(tokens, mode="promise_in_bounds"),
             cache.positions.at[rows, slots].set(position, mode="promise_in_bounds"),
         )
-        visible = _visible(slots, cache.tokens.shape[1], block)
+        visible = _visible(slots, start, cache.tokens.shape[1], block)
         marks = (cache.tokens + 1) * (3 * cache.positions + 2) + cache.tokens**2
         code = jnp.where(visible, marks[:, None, :], 0).sum(-1) % CODES
         hidden = code[..., None].astype(jnp.float32)
@@ -72,14 +75,14 @@ class TableModel:
         return output, cache
 
 
-def _visible(slots, capacity, block):
+def _visible(slots, start, capacity, block):
     """Returns which cache slots each block token sees, [B, S, T]."""
     every = jnp.arange(capacity, dtype=jnp.int32)[None, None]
     if block is None:
         return every <= slots[..., None]
-    start, size = slots[:, :1, None], slots.shape[1]
+    start, size = start[:, None, None], block.depth.shape[1]
     inside = jnp.take_along_axis(
-        block.ancestors,
+        block.ancestors[:, size - slots.shape[1] :],
         jnp.clip(every - start, 0, size - 1) + jnp.zeros_like(slots)[..., None],
         axis=2,
     )

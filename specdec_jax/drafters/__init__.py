@@ -15,10 +15,15 @@ from specdec_jax.drafters.table import (
     fit_unigram,
     frequent_ids,
 )
+from specdec_jax.drafters.tree import TreeDrafter, branching_parents
+from specdec_jax.drafters.tree_dynamic import DynamicTreeDrafter
+from specdec_jax.drafters.tree_joined import JoinedTrees
 
 __all__ = [
     "Adaptive",
+    "DynamicTreeDrafter",
     "EarlyExit",
+    "JoinedTrees",
     "LookupTable",
     "ModelDrafter",
     "Nested",
@@ -27,6 +32,8 @@ __all__ = [
     "NoDrafter",
     "Staged",
     "Stop",
+    "TreeDrafter",
+    "branching_parents",
     "first_layers",
     "fit_bigram",
     "fit_unigram",

@@ -87,11 +87,11 @@ class ModelDrafter:
         logits = jnp.take_along_axis(logits, last, axis=1)
         return logits, cache.rewind(context.length)
 
-    def _apply(self, params, tokens, cache):
+    def _apply(self, params, tokens, cache, block=None):
         own = self.model.vocab_size
         vocab_size = self.vocab_size or own
         tokens = jnp.minimum(tokens, own - 1)
-        output, cache = self.model.apply(params.draft, tokens, cache)
+        output, cache = self.model.apply(params.draft, tokens, cache, block=block)
         return fit_vocabulary(output.logits, vocab_size), cache
 
 

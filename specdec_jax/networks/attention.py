@@ -29,11 +29,12 @@ class View(NamedTuple):
     """What a block's tokens may see; the same for all layers."""
 
     length: Int[Array, " B"]
-    """Cached slots of each row."""
-    positions: Int[Array, "B S"]
-    """Position of each block token."""
-    ancestors: Bool[Array, "B S S"]
-    """`[b, s, t]`: token t is s or an ancestor of s."""
+    """Cached slots of each row that all of the block's tokens see."""
+    positions: Int[Array, "B M"]
+    """Position of each token of the block's tree; the last S are the block's own, those
+    before them are in the cache from `length` on."""
+    ancestors: Bool[Array, "B S M"]
+    """`[b, s, t]`: token t of the tree is s or an ancestor of s."""
     angles: tuple[Array, Array] | None
     """Cosine and sine of the rotary embedding."""
     longest: Int[Array, ""]
@@ -91,13 +92,27 @@ class Attention(nn.Module):
         q = q.transpose(0, 2, 3, 1, 4) * config.head_dim**-0.5
         k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 3, 1)  # [B H E S]
         # Written before it is read, so that the update can happen in place.
-        keys, values = write(keys, k, view.length), write(values, v, view.length)
+        before = view.positions.shape[1] - block
+        at = view.length + before
+        keys, values = write(keys, k, at), write(values, v, at)
+        if before:
+            k = jnp.concatenate([_slots(keys, view.length, before), k], axis=3)
+            v = jnp.concatenate([_slots(values, view.length, before), v], axis=3)
         state = _over_block(q, k, v, view, self.window)
         state = _over_cache(q, keys, values, view, self.window, state)
         y = (state.mixed / state.total[..., None]).astype(self.dtype)
         y = y.transpose(0, 3, 1, 2, 4).reshape(batch, block, -1)
         out = Linear(width, config.out_bias, self.dtype, self.tiled, name="o_proj")
         return out(y), keys, values
+
+
+def _slots(buffer: Array, start: Array, size: int) -> Float[Array, "B H E {size}"]:
+    """Returns the cache's slots from `start` on."""
+
+    def slots(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, at, size, axis=2)
+
+    return jax.vmap(slots)(buffer, start)
 
 
 def _scores(q: Array, k: Array) -> Float[Array, "B H G S T"]:
@@ -123,10 +138,11 @@ def _mix(weights: Array, v: Array) -> Float[Array, "B H G S E"]:
 def _over_block(
     q: Array, k: Array, v: Array, view: View, window: int | None
 ) -> _Running:
-    """Starts the running softmax with the block's own tokens."""
+    """Starts the running softmax with the tokens of the block's tree."""
     visible = view.ancestors
     if window is not None:
-        ahead = view.positions[:, :, None] - view.positions[:, None, :]
+        own = view.positions[:, -q.shape[3] :]
+        ahead = own[:, :, None] - view.positions[:, None, :]
         visible &= ahead < window
     scores = jnp.where(visible[:, None, None], _scores(q, k), -jnp.inf)
     top = scores.max(axis=-1)
@@ -152,7 +168,7 @@ def _over_cache(
         live = slots[None, :] < view.length[:, None]
         visible = live[:, None, :]
         if window is not None:
-            ahead = view.positions[:, :, None] - slots[None, None, :]
+            ahead = view.positions[:, -q.shape[3] :, None] - slots[None, None, :]
             visible = visible & (ahead < window)
         scores = jnp.where(visible[:, None, None], _scores(q, k), -jnp.inf)
         # A weight of 0 does not silence garbage (0 * nan is nan): drop the values too.

@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         """
         self._check_layers(hidden_layers)
         view = self._view(tokens, cache.length, block)
-        x = self._embed(tokens, view.positions)
+        x = self._embed(tokens, view.positions[:, -tokens.shape[1] :])
         keys, values, inputs = list(cache.keys), list(cache.values), {}
         for i, layer in enumerate(self.layers):
             inputs[i] = x
@@ -172,16 +172,20 @@ class Decoder(nn.Module):
                     (steps[:, None] >= steps[None, :])[None], (batch, size, size)
                 ),
             )
-        positions = length[:, None] + block.depth
+        # Slots of the same tree that earlier calls have read.
+        before = block.depth.shape[1] - size
+        start = length - before
+        positions = start[:, None] + block.depth
         rotary = self.config.rotary
-        angles = None if rotary is None else rotary_angles(rotary, positions)
+        own = positions[:, before:]
+        angles = None if rotary is None else rotary_angles(rotary, own)
         return View(
-            length,
+            start,
             positions,
-            block.ancestors,
+            block.ancestors[:, before:],
             angles,
-            longest=length.max(),
-            earliest=positions.min(),
+            longest=start.max(),
+            earliest=own.min(),
         )
 
     def _check_layers(self, hidden_layers: tuple[int, ...]) -> None:

@@ -220,7 +220,7 @@ def _laws(node: _Node) -> dict[str, str]:
     return {
         "p(token)": _number(node.p),
         "q(token)": _number(node.q),
-        "min(1, p/q)": _number(min(1.0, node.p / node.q)),
+        "min(1, p/q)": _number(min(1.0, node.p / node.q) if node.q > 0 else 0.0),
         "residual mass": _number(node.residual_mass),
         "draft entropy": f"{node.draft_entropy:.3f} nats",
     }
