@@ -242,4 +242,5 @@ def record(result: Result, prompt: Any) -> dict[str, Any]:
         "logprobs": result.logprobs,
         "policy_logprobs": result.policy_logprobs,
         "origins": result.origins,
+        "lossless": result.lossless,
     }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from coins import Injected, law_by_coins, law_by_draws, ratios
 
-from specdec_jax.acceptance import RULES, Coupled, Rejection
+from specdec_jax.acceptance import EVERY_RULE, LOSSY, RULES, Coupled, Rejection
 from specdec_jax.audit import faults
 from specdec_jax.audit.enumeration import chain_law, deviation
 from specdec_jax.audit.planted import rules
@@ -174,14 +174,21 @@ def test_a_draft_whose_law_is_not_a_number_is_rejected():
         assert (int(verdict.num_accepted), int(verdict.next_token)) == (0, 1)
 
 
-def test_the_next_row_is_the_targets_bit_for_bit_when_nothing_was_rejected():
+@pytest.mark.parametrize("name", {**EVERY_RULE, **LOSSY})
+def test_nothing_drafted_is_the_targets_row_bit_for_bit(name):
+    rule = {**EVERY_RULE, **LOSSY}[name]
     row = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (1, 50)))
     none = jnp.zeros((0,), jnp.int32)
-    draft = Draft(none, jnp.int32(0), jnp.zeros((0, 50)))
     gumbels = jax.random.gumbel(jax.random.key(1), (1, 50))
     noise = Injected(jnp.zeros((1,)), gumbels)
-    tokens = {int(rule(noise, draft, row).next_token) for rule in RULES.values()}
-    assert tokens == {int(jnp.argmax(row[0] + gumbels[0]))}
+    laws = jnp.zeros((0, 50))
+    for draft in (Draft(none, jnp.int32(0), laws), Draft(none, jnp.int32(0))):
+        verdict = rule(noise, draft, row)
+        assert int(verdict.next_token) == int(jnp.argmax(row[0] + gumbels[0]))
+        assert verdict.path.shape == (0,)
+        stop, rows = rule.law(draft, row)
+        np.testing.assert_allclose(stop, [1.0], rtol=1e-6)
+        np.testing.assert_allclose(rows, jnp.exp(row), rtol=1e-5)
 
 
 def test_coupled_walks_a_tree_and_takes_the_first_of_duplicates():

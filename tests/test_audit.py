@@ -394,6 +394,13 @@ def test_levels_can_be_chosen(run):
     assert "lossless: " in out
 
 
+def test_a_lossy_rule_ends_with_code_1_and_its_reason(run):
+    rule = ("--rule=lenience", "--allow-lossy", "--num-draft-tokens=2")
+    code, out, _ = run("--level=exact-law", "--temperature=0", *rule)
+    assert code == 1
+    assert "lossy by design" in out and "rule lenience (lossy" in out
+
+
 def test_planted_faults_end_with_code_1(capsys):
     assert main(["audit", "--fault", "no residual", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -452,6 +459,7 @@ def test_records_decide_the_exit_code(tmp_path, capsys):
         (["--level=magic"], {}, "no level 'magic'"),
         (["--temperature=0", "--level=statistics"], {}, "temperature 0 has none"),
         (["--rule=rejekt"], {}, "did you mean 'rejection'"),
+        (["--rule=typical"], {}, "(--allow-lossy)"),
         ([], {"prompts": "/no/file.jsonl"}, "/no/file.jsonl"),
     ],
 )

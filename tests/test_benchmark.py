@@ -13,7 +13,7 @@ from specdec_jax.base import Params
 from specdec_jax.benchmark import programs, units
 from specdec_jax.benchmark.timing import Costs, speedup, speedup_interval
 from specdec_jax.cli import main
-from specdec_jax.cli.bench import _print
+from specdec_jax.cli.bench import _print, _title
 from specdec_jax.drafters import NgramDrafter
 from specdec_jax.text.packing import pack
 from specdec_jax.text.running import start_batch
@@ -254,6 +254,9 @@ def test_command_line_against_transformers(checkpoint, prompt_file, capsys):
     assert found["config"]["draft"] == "ngram"
     assert found["config"]["num_prompts"] == 2
     assert found["units"][0]["num_tokens"][0] <= 5
+    assert found["config"]["lossless"]
+    lossy = {**found["config"], "rule": "lenience", "lossless": False}
+    assert "lenience (lossy" in _title(lossy)
     _print(found, found["config"])
     out = capsys.readouterr().out
     for word in ("speculative", "assisted", "speedup", "predicted", "compiling"):
@@ -271,6 +274,7 @@ def test_command_line_against_transformers(checkpoint, prompt_file, capsys):
         (["--against", "transformers", "--temperature", "1"], "greedy"),
         (["--prompts", "nowhere.jsonl"], "no prompt file nowhere.jsonl"),
         (["--rule", "nonsense"], "unknown rule"),
+        (["--rule", "lenience"], "(--allow-lossy)"),
         (["--drafts", "ngram"], "No such option: --drafts"),
     ],
 )

@@ -20,7 +20,7 @@ from specdec_jax.benchmark.sweep import Sweep, Turn, with_length
 from specdec_jax.calibrate import calibrate, choose, prediction
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
 from specdec_jax.cli import main
-from specdec_jax.cli.calibrate import _print
+from specdec_jax.cli.calibrate import _print, _title
 from specdec_jax.drafters import ModelDrafter, NgramDrafter, TreeDrafter
 
 V = 4
@@ -278,6 +278,9 @@ def test_command_line_measures_draws_and_prints(
     assert found["config"]["draft"] == "ngram"
     assert found["config"]["num_prompts"] == 2
     assert figure.read_bytes().startswith(b"\x89PNG")
+    assert found["config"]["lossless"]
+    lossy = {**found["config"], "rule": "lenience", "lossless": False}
+    assert "lenience (lossy" in _title(lossy)
     _print(found, found["config"])
     out = capsys.readouterr().out
     for word in ("predicted", "alpha", "cost ratio c", "times"):
@@ -294,6 +297,7 @@ def test_command_line_measures_draws_and_prints(
         (["--num-prompts", "0"], "num_prompts is 0"),
         (["--prompts", "nowhere.jsonl"], "no prompt file nowhere.jsonl"),
         (["--rule", "nonsense"], "unknown rule"),
+        (["--rule", "lenience"], "(--allow-lossy)"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--top-k", "0"], "top_k is 0"),
         (["--top-p", "2"], "top_p is 2"),

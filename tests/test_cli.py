@@ -84,6 +84,7 @@ def test_json_has_requests_timing_config_and_environment(run):
     assert len(document["requests"]) == 2
     for request in document["requests"]:
         assert request.keys() >= REQUEST_KEYS
+        assert request["lossless"]
         assert request["prompt"] == "the cat"
         assert request["num_tokens"] == len(request["token_ids"]) == 9
         assert len(request["logprobs"]) == 9
@@ -176,6 +177,19 @@ LINES = [
 ]
 
 
+def test_a_lossy_rule_is_named_lossy_everywhere(run, tmp_path):
+    path = tmp_path / "page.html"
+    lossy = ("--trace", str(path), "--rule", "lenience", "--allow-lossy")
+    code, out, err = run("on the", "--json", *lossy)
+    assert code == 0
+    found = json.loads(out)
+    assert not found["requests"][0]["lossless"]
+    assert not found["config"]["lossless"] and found["config"]["rule"] == "lenience"
+    assert "lenience (lossy" in path.read_text(encoding="utf-8")
+    code, out, err = run("on the", *lossy)
+    assert code == 0 and "lossy: the rule" in err
+
+
 def test_a_trace_goes_to_a_page(run, tmp_path):
     path = tmp_path / "page.html"
     code, out, err = run("on the", "--trace", str(path))
@@ -234,6 +248,7 @@ def test_what_was_done_before_bad_numbers_is_written(run, tmp_path):
         (["generate", "x", "--top-p", "1.5"], "top_p is 1.5"),
         (["generate", "x", "--num-draft-tokens", "-1"], "num_draft_tokens is -1"),
         (["generate", "x", "--rule", "rejekt"], "did you mean 'rejection'"),
+        (["generate", "x", "--rule", "typical"], "(--allow-lossy)"),
         (["generate", "x", "--target", "/no/where"], "/no/where"),
         (["generate", "x", "--prompts", "p.jsonl"], "not both"),
         (["generate", "--prompts", "/no/file.jsonl"], "/no/file.jsonl"),

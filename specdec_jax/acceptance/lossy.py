@@ -114,6 +114,9 @@ class Typical:
     ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, " N"]]:
         """Returns the last node of the longest kept path (-1: none), depth and path."""
         slots = jnp.arange(len(target_log_probs) - 1, dtype=jnp.int32)
+        if len(slots) == 0:
+            none = jnp.zeros((), jnp.int32)
+            return none - 1, none, slots
         parents = slots - 1 if draft.parents is None else draft.parents
         likely = self._is_typical(draft.tokens, target_log_probs[parents + 1])
         likely &= slots < draft.num_valid

@@ -68,6 +68,8 @@ class MultiDraft:
     ) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
         """Returns the exact law of the verdict; see `base.AcceptanceRule.law`."""
         parents, valid = self._nodes(draft)
+        if len(parents) == 0:
+            return jnp.ones_like(target_log_probs[:, 0]), jnp.exp(target_log_probs)
         tokens = jnp.clip(draft.tokens, 0, target_log_probs.shape[1] - 1)
 
         def judge(node, carry):

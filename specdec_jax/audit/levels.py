@@ -80,7 +80,10 @@ def audit(
         started = [(name, pool.submit(runs[name])) for name in LEVELS if name in levels]
         found = {name: level.result() for name, level in started}
     small = jnp.finfo(dtype).bits < 32
-    return Report(**found, draft_tolerance=0.1 if small else DRAFT_TOLERANCE)
+    lossy = None if subject.rule.lossless else repr(subject.rule)
+    return Report(
+        **found, lossy_rule=lossy, draft_tolerance=0.1 if small else DRAFT_TOLERANCE
+    )
 
 
 def check_levels(levels: Sequence[str] | None) -> None:

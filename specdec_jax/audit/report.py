@@ -38,6 +38,8 @@ class Report(NamedTuple):
     enumeration: Enumerated | None = None
     statistics: Evidence | None = None
     identity: Texts | None = None
+    lossy_rule: str | None = None
+    """The audited rule, if it does not even claim to keep the law."""
     draft_tolerance: float = DRAFT_TOLERANCE
     """Deviation of a draft law that rounding explains; more for small dtypes."""
 
@@ -49,7 +51,7 @@ class Report(NamedTuple):
         to mean anything.
         """
         levels = [level for level in self[:4] if level is not None]
-        if not all(level.lossless for level in levels):
+        if self.lossy_rule or not all(level.lossless for level in levels):
             return LOSSY
         if self.statistics is not None and not self.statistics.conclusive:
             return INCONCLUSIVE
@@ -58,6 +60,11 @@ class Report(NamedTuple):
     def reasons(self) -> list[str]:
         """Returns what speaks against a clean bill, as sentences."""
         found = []
+        if self.lossy_rule:
+            found.append(
+                f"{self.lossy_rule} is lossy by design: its texts do not have the "
+                "target's distribution, whatever the levels found"
+            )
         exact, tables, sample, texts = self[:4]
         if exact is not None and not exact.lossless:
             found.append(

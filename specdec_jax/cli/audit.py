@@ -25,6 +25,7 @@ def audit(
     draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
+    allow_lossy: options.AllowLossy = False,
     temperature: Annotated[
         float,
         typer.Option(help="Of the sampled text; 0 leaves out the level statistics."),
@@ -76,7 +77,7 @@ def audit(
         "compose": compose,
         "draft_num_layers": draft_num_layers,
         "num_draft_tokens": options.read_lengths(num_draft_tokens),
-        "rule": rule,
+        **options.rule_facts(rule, allow_lossy),
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -299,5 +300,6 @@ def _subject(found: dict[str, Any], config: dict[str, Any]) -> str:
         return f"the records of {config['records']}."
     return (
         f"{config['target']} with draft {options.told_drafts(config)}, K "
-        f"{config['num_draft_tokens']}, rule {config['rule']}, {config['dtype']}."
+        f"{config['num_draft_tokens']}, rule {options.told_rule(config)}, "
+        f"{config['dtype']}."
     )

@@ -19,6 +19,7 @@ def bench(
     draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
+    allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     prompts: options.Prompts = None,
@@ -48,7 +49,7 @@ def bench(
         "compose": compose,
         "draft_num_layers": draft_num_layers,
         "num_draft_tokens": options.read_lengths(num_draft_tokens),
-        "rule": rule,
+        **options.rule_facts(rule, allow_lossy),
         "temperature": temperature,
         "top_p": top_p,
         "chat": chat,
@@ -171,7 +172,8 @@ def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
 def _title(config: dict[str, Any]) -> str:
     return (
         f"{config['target']}, draft {options.told_drafts(config)}, K "
-        f"{config['num_draft_tokens']}, batch {config['batch_size']}, "
+        f"{config['num_draft_tokens']}, rule {options.told_rule(config)}, "
+        f"batch {config['batch_size']}, "
         f"{config['num_prompts']} prompts of up to "
         f"{config['max_new_tokens']} new tokens"
     )

@@ -19,6 +19,7 @@ def calibrate(
     compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
     rule: options.Rule = "rejection",
+    allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -47,7 +48,7 @@ def calibrate(
         "draft": options.choose_draft(target, draft, draft_num_layers),
         "compose": compose,
         "draft_num_layers": draft_num_layers,
-        "rule": rule,
+        **options.rule_facts(rule, allow_lossy),
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -159,7 +160,8 @@ def _title(config: dict[str, Any]) -> str:
     draft = options.told_drafts(config)
     if isinstance(config["draft"], str):
         draft = Path(draft).name
+    lossy = "" if config["lossless"] else f"{options.told_rule(config)}, "
     return (
-        f"{target}, draft {draft}, batch {config['batch_size']}, {policy}, "
+        f"{target}, draft {draft}, batch {config['batch_size']}, {policy}, {lossy}"
         f"{config['num_prompts']} prompts of up to {config['max_new_tokens']} tokens"
     )

@@ -36,6 +36,7 @@ def generate(
     draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: options.NumDraftTokens = "4",
     rule: options.Rule = "rejection",
+    allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -91,7 +92,7 @@ def generate(
             "compose": compose,
             "draft_num_layers": draft_num_layers,
             "num_draft_tokens": options.read_lengths(num_draft_tokens),
-            "rule": rule,
+            **options.rule_facts(rule, allow_lossy),
             "dtype": dtype,
             "mesh": mesh,
             "draft_sharding": draft_sharding,
@@ -254,7 +255,8 @@ def _write_page(job: _Job, results: list[Any], tokenizer: Any) -> None:
 
     assert job.trace is not None
     told = job.describe()
-    facts = {name: told[name] for name in ("target", "rule", "seed")}
+    facts = {name: told[name] for name in ("target", "seed")}
+    facts["rule"] = options.told_rule(told)
     facts["draft"] = options.told_drafts(told)
     facts["draft tokens a round"] = told["num_draft_tokens"]
     settings = told["sampling"].items()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec_jax.acceptance import LOSSY
 from specdec_jax.cli import show
 from specdec_jax.text.pairing import default_draft
 
@@ -37,7 +38,20 @@ NumDraftTokens = Annotated[
         "for each, as 4,2."
     ),
 ]
-Rule = Annotated[str, typer.Option(help="rejection or coupled.")]
+Rule = Annotated[
+    str,
+    typer.Option(
+        help="rejection, block, coupled or multi_draft; lenience and typical need "
+        "--allow-lossy."
+    ),
+]
+AllowLossy = Annotated[
+    bool,
+    typer.Option(
+        "--allow-lossy",
+        help="Permit a rule whose text has not the target's distribution.",
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Keep only that many tokens.")]
 TopP = Annotated[
@@ -175,6 +189,29 @@ def told_drafts(config: Mapping[str, Any]) -> str:
     return str(draft)
 
 
+def rule_facts(rule: str, allow_lossy: bool) -> dict[str, Any]:
+    """Returns what a config says of the rule.
+
+    Example:
+      >>> rule_facts("block", False)
+      {'rule': 'block', 'allow_lossy': False, 'lossless': True}
+    """
+    lossless = rule not in LOSSY
+    return {"rule": rule, "allow_lossy": allow_lossy, "lossless": lossless}
+
+
+def told_rule(config: Mapping[str, Any]) -> str:
+    """Returns the rule in words, for people.
+
+    Example:
+      >>> told_rule({"rule": "typical", "lossless": False})
+      'typical (lossy: not the distribution of the target)'
+    """
+    if config["lossless"]:
+        return str(config["rule"])
+    return f"{config['rule']} (lossy: not the distribution of the target)"
+
+
 def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
     """Loads what a command's config names, through the compilation cache on disk.
 
@@ -191,6 +228,7 @@ def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
         "compose",
         "num_draft_tokens",
         "rule",
+        "allow_lossy",
         "dtype",
         "draft_num_layers",
         "mesh",

@@ -129,3 +129,8 @@ def summary(results: Sequence[Any], tokens_per_second: float) -> None:
         f"{tokens / max(rounds, 1):.2f}, {tokens_per_second:.1f} tokens/s",
         style="dim",
     )
+    if not all(result.lossless for result in results):
+        console.print(
+            "lossy: the rule let the texts part from the target's distribution",
+            style="bold yellow",
+        )

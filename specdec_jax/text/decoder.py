@@ -36,7 +36,8 @@ class SpeculativeDecoder:
       params: Variables of the target and of the drafter.
       tokenizer: A transformers tokenizer; None leaves prompts and results as ids.
       drafter: Where proposals come from; None is plain decoding.
-      rule: "rejection", "coupled" or a rule object.
+      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object.
+      allow_lossy: Permits rules that change the text's distribution.
       eos_token_ids: Ids that end a text unless a call says otherwise.
       bos_token_id: What an empty prompt begins with.
       max_positions: The most tokens, prompt included, that the target is made for.
@@ -44,7 +45,7 @@ class SpeculativeDecoder:
       draft_sharding: As `from_pretrained` takes it.
 
     Raises:
-      ValueError: There is no such rule or mesh.
+      ValueError: There is no such rule or mesh, or the rule is lossy.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SpeculativeDecoder:
         drafter: Drafter | None = None,
         *,
         rule: str | AcceptanceRule = "rejection",
+        allow_lossy: bool = False,
         eos_token_ids: Sequence[int] = (),
         bos_token_id: int | None = None,
         max_positions: int | None = None,
@@ -65,9 +67,8 @@ class SpeculativeDecoder:
         placement = _placement(mesh, draft_sharding)
         if placement is not None:
             params = placement.place_params(params, target, drafter)
-        self.engine = Engine(
-            params, target, drafter, find_rule(rule), tokenizer, placement
-        )
+        found = find_rule(rule, drafter, allow_lossy=allow_lossy)
+        self.engine = Engine(params, target, drafter, found, tokenizer, placement)
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
         self.max_positions = max_positions
@@ -91,6 +92,7 @@ class SpeculativeDecoder:
         compose: str | None = None,
         num_draft_tokens: int | Sequence[int] = 4,
         rule: str | AcceptanceRule = "rejection",
+        allow_lossy: bool = False,
         dtype: Any = "float32",
         mesh: Any = None,
         draft_num_layers: int | None = None,
@@ -108,7 +110,9 @@ class SpeculativeDecoder:
           num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Staged
             drafts share it evenly; of nested ones the outermost drafts K and each one
             inside a token less. A list has one number a draft.
-          rule: "rejection", "coupled" or a rule object.
+          rule: "rejection", "block", "coupled", "multi_draft" or a rule object.
+          allow_lossy: Permits rules that change the text's distribution, such as
+            "lenience" and "typical".
           dtype: Of the weights and the arithmetic of target and draft.
           mesh: Devices to run on: "data=2,model=4", a mapping of these sizes, or a
             `jax.sharding.Mesh` with the axes `data` and `model`. Rows of a batch are
@@ -123,7 +127,8 @@ class SpeculativeDecoder:
           ValueError: An argument is out of range, or target and draft do not fit.
           FileNotFoundError: There is no such checkpoint.
         """
-        rule, placement = find_rule(rule), _placement(mesh, draft_sharding)
+        find_rule(rule, allow_lossy=allow_lossy)  # before anything is loaded
+        placement = _placement(mesh, draft_sharding)
         loaded, drafter, variables = load_pair(
             target,
             draft,
@@ -139,6 +144,7 @@ class SpeculativeDecoder:
             loaded.tokenizer,
             drafter,
             rule=rule,
+            allow_lossy=allow_lossy,
             eos_token_ids=loaded.eos_token_ids,
             bos_token_id=loaded.bos_token_id,
             max_positions=loaded.max_positions,

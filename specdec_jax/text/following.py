@@ -84,12 +84,18 @@ class Row:
     """One request as the host sees it."""
 
     def __init__(
-        self, request: Request, tokenizer: Any, stop: Sequence[str], depth: int
+        self,
+        request: Request,
+        tokenizer: Any,
+        stop: Sequence[str],
+        depth: int,
+        lossless: bool = True,
     ):
         self.done = False
         self._request = request
         self._tokenizer = tokenizer
         self._depth = depth
+        self._lossless = lossless
         self._text = TextFollower(tokenizer, stop)
         self._num_tokens = 0
         self._num_drafted = 0
@@ -153,6 +159,7 @@ class Row:
             num_drafted=num_drafted,
             num_accepted=sum(ORIGINS[origin] == "accepted" for origin in origins),
             acceptance_histogram=histogram,
+            lossless=self._lossless,
             trace=self._trace(),
         )
         last = result.origins[-1] if origins else ""

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec_jax.acceptance import RULES
+from specdec_jax.acceptance import LOSSY, RULES, MultiDraft
+from specdec_jax.acceptance.multi_draft import KINDS
 from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.sharding import Placement, check, read_shards
@@ -29,28 +30,51 @@ def default_draft(target: str, draft_num_layers: int | None = None) -> str:
     return DEFAULT_DRAFT if target == DEFAULT_TARGET else "ngram"
 
 
-def find_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
+def find_rule(
+    rule: str | AcceptanceRule,
+    drafter: Drafter | None = None,
+    *,
+    allow_lossy: bool = False,
+) -> AcceptanceRule:
     """Returns the acceptance rule of a name; a rule object is returned as it is.
 
+    Args:
+      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object.
+      drafter: Whose drafts it is to judge: the name "multi_draft" stands for the kind
+        that fits its siblings.
+      allow_lossy: Whether the rule may change the text's distribution.
+
     Raises:
-      ValueError: There is no such rule.
+      ValueError: There is no such rule, or it is lossy and that is not permitted.
 
     Example:
       >>> find_rule("coupled")
       Coupled()
     """
-    if not isinstance(rule, str):
-        if not callable(rule) or not hasattr(rule, "law"):
-            raise ValueError(
-                f"rule is {rule!r}; give a name ({', '.join(RULES)}) or a rule object"
-            )
-        return rule
-    if rule not in RULES:
-        near = difflib.get_close_matches(rule, RULES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"unknown rule {rule!r}{hint}; offered are {', '.join(RULES)}")
-    found: Any = RULES[rule]
+    found: Any = _named_rule(rule) if isinstance(rule, str) else rule
+    if not callable(found) or not hasattr(found, "law"):
+        raise ValueError(
+            f"rule is {rule!r}; give a name ({', '.join(RULES)}) or a rule object"
+        )
+    if not found.lossless and not allow_lossy:
+        raise ValueError(
+            f"the rule {rule} is lossy: it changes the text's distribution, which is "
+            "then not the target's; permit it with allow_lossy=True (--allow-lossy), "
+            f"or use {', '.join(RULES)}"
+        )
+    if rule == "multi_draft" and drafter is not None and drafter.siblings in KINDS:
+        return MultiDraft(drafter.siblings)
     return found
+
+
+def _named_rule(name: str) -> Any:
+    if name in RULES:
+        return RULES[name]
+    if name in LOSSY:
+        return LOSSY[name]
+    near = difflib.get_close_matches(name, [*RULES, *LOSSY], n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"unknown rule {name!r}{hint}; offered are {', '.join(RULES)}")
 
 
 def load_pair(

@@ -38,6 +38,7 @@ class Result:
       num_drafted: Tokens proposed in these rounds.
       num_accepted: Proposed tokens that were emitted.
       acceptance_histogram: Entry n is the number of rounds that emitted n drafts.
+      lossless: Whether the rule keeps the target's distribution; not so of a lossy one.
       trace: What every round did, without the axis of rows, if that was asked for. The
         last round may have emitted more than a stop string left of it.
     """
@@ -55,6 +56,7 @@ class Result:
     num_drafted: int
     num_accepted: int
     acceptance_histogram: list[int]
+    lossless: bool = True
     trace: Trace | None = field(default=None, compare=False, repr=False)
 
     @property

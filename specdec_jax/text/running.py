@@ -166,7 +166,9 @@ class _Pool:
         for place, index in zip(free, indices, strict=False):
             request = plan.requests[index]
             depth = engine.drafter.depth
-            self._rows[place] = Row(request, engine.tokenizer, plan.stop, depth)
+            self._rows[place] = Row(
+                request, engine.tokenizer, plan.stop, depth, engine.rule.lossless
+            )
             self._stopped[place] = False
         places = [*free[:count], *[self._size] * (size - count)]
         return np.array(places, np.int32), pack(plan, indices, size, self._slots)
