@@ -110,6 +110,7 @@ LOOP_FAULTS = [name for name in faults.FAULTS if name not in RULE_FAULTS] + [
 ]
 USUAL = {
     "unlikely drafts dropped",
+    "nested: inner draft's law reported",
     "one coin for all positions",
     "bonus token forgotten",
 }

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -325,29 +324,6 @@ class SeesStaleSlots(toy.TableModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedCoins(Nested):
-    """Inner coins and draws are the outer ones."""
-
-    def draft(self, state, context):
-        return super().draft(state, context._replace(noise=Childless(context.noise)))
-
-
-class Childless(NamedTuple):
-    """Noise whose children are itself."""
-
-    noise: rng.Noise
-
-    def gumbel(self, offset, vocab_size):
-        return self.noise.gumbel(offset, vocab_size)
-
-    def uniform(self, offset):
-        return self.noise.uniform(offset)
-
-    def child(self, index, shift=0):
-        return self
-
-
-@dataclasses.dataclass(frozen=True)
 class WrongRow(Rejection):
     """Judges each draft by the row after its own."""
 
@@ -371,13 +347,8 @@ def test_statistics_catch_noise_shared_by_draft_and_coin(law, monkeypatch):
     [
         (model(2), DRAFT_TABLE, {"target": SeesStaleSlots(VOCAB)}),
         (model(2), DRAFT_TABLE, {"rule": WrongRow()}),
-        (
-            SharedCoins(TARGET, model(1), 4),
-            (DRAFT_TABLE, OTHER_TABLE),
-            {},
-        ),
     ],
-    ids=["stale target cache", "wrong row", "inner coins equal outer ones"],
+    ids=["stale target cache", "wrong row"],
 )
 def test_statistics_catch_a_law_fault(drafter, table, options, law):
     _, tokens = emitted_by_many(drafter, table, **options)

@@ -51,7 +51,8 @@ def exact_law(
     """Compares the law of a round's tokens with the target's policy at real contexts.
 
     A drafter without a model is deterministic: its proposal is then the token that
-    follows in the text, told to the rule as a one-hot draft.
+    follows in the text, told to the rule as a one-hot draft. Of a composed drafter the
+    law of the first token counts.
 
     Args:
       subject: Target, drafter and rule.
@@ -65,7 +66,8 @@ def exact_law(
     vocab_size = subject.target.vocab_size
     if num_contexts is None:
         num_contexts = min(32, max(8, 2**30 // vocab_size**2))
-    if subject.draft_model is None and subject.rule.needs_log_probs:
+    proposes = subject.draft_laws[0]
+    if proposes.model is None and subject.rule.needs_log_probs:
         raise ValueError(
             f"{subject.rule} needs the law of every drafted token and "
             f"{subject.drafter} gives none; use the rejection or the coupled rule"
@@ -78,10 +80,8 @@ def exact_law(
                 _rows(subject.reference, subject.params.target, prompt, sampling)
             )
             draft = None
-            if subject.draft_model is not None:
-                rows = _rows(
-                    subject.draft_model, subject.draft_variables, prompt, sampling
-                )
+            if proposes.model is not None:
+                rows = _rows(proposes.model, proposes.variables, prompt, sampling)
                 draft = np.asarray(_fit(rows, vocab_size))
             for end in ends:
                 if draft is not None and np.isnan(draft[end - 1, 0]):

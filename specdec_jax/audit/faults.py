@@ -21,7 +21,7 @@ from specdec_jax.audit.subject import Subject
 from specdec_jax.audit.table import TableModel, table
 from specdec_jax.audit.texts import compare_texts
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter
+from specdec_jax.drafters import ModelDrafter, Nested, Staged
 from specdec_jax.sampling import Sampling
 
 LAW, EFFICIENCY, BOOKKEEPING = "law", "efficiency", "bookkeeping"
@@ -71,11 +71,19 @@ class Outcome(NamedTuple):
     """The first level that objected."""
 
 
-_MODEL = TableModel(VOCAB_SIZE)
+_MODEL: Any = TableModel(VOCAB_SIZE)
 
 
 def _drafter(kind: type, **options: Any) -> ModelDrafter:
     return kind(_MODEL, NUM_DRAFT_TOKENS, **options)
+
+
+def _stages() -> tuple[Any, ...]:
+    return ModelDrafter(_MODEL, 2), ModelDrafter(_MODEL, 1)
+
+
+def _nested(kind: type, **options: Any) -> Nested:
+    return kind(_MODEL, ModelDrafter(_MODEL, 2), NUM_DRAFT_TOKENS, **options)
 
 
 FAULTS: dict[str, Fault] = {
@@ -143,14 +151,17 @@ FAULTS: dict[str, Fault] = {
     "tree: siblings tested in another order": Fault(
         LAW, "rule", trees.LikeliestFirst("distinct"), "B.6.2"
     ),
-    "staged: inner draft's law reported": Fault(
-        LAW, "drafter", _drafter(parts.StagedMisreported), "B.5"
+    "nested: inner draft's law reported": Fault(
+        LAW, "drafter", _nested(parts.NestedMisreported), "B.5"
     ),
-    "staged: residual reported on inner rejects": Fault(
+    "nested: residual reported on inner rejects": Fault(
         LAW,
         "drafter",
-        _drafter(parts.StagedMisreported, residual_when_rejected=True),
+        _nested(parts.NestedMisreported, residual_when_rejected=True),
         "B.5",
+    ),
+    "nested: inner rounds share their noise": Fault(
+        LAW, "drafter", _nested(parts.NestedSharedNoise), "B.5"
     ),
     "unlikely drafts dropped": Fault(
         LAW, "drafter", _drafter(parts.DropsUnlikely), "B.9"
@@ -169,6 +180,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "wrong draft positions": Fault(
         EFFICIENCY, "drafter", _drafter(parts.LatePositions), "B.1.5"
+    ),
+    "staged: stages see two tokens back": Fault(
+        EFFICIENCY,
+        "drafter",
+        parts.StagedNearSighted(_stages()),
+        "B.5",
     ),
     "draft forgets the temperature": Fault(
         EFFICIENCY, "drafter", _drafter(parts.ForgetsTemperature), "B.1.4"
@@ -194,7 +211,11 @@ def right_subject() -> Subject:
 
 def subject_of(fault: Fault) -> Subject:
     """Returns the right subject with one part exchanged."""
-    return right_subject()._replace(honest=_MODEL, **{fault.part: fault.wrong})
+    subject = right_subject()._replace(honest=_MODEL, **{fault.part: fault.wrong})
+    if not isinstance(subject.drafter, Nested | Staged):
+        return subject
+    both = subject.params.draft, table(jax.random.key(3), VOCAB_SIZE, 1.3)
+    return subject._replace(params=subject.params._replace(draft=both))
 
 
 def run_fault(name: str) -> Outcome:

@@ -68,7 +68,8 @@ class Prompt(NamedTuple):
     tokens: Sequence[int]
     state: DecodeState
     reference_cache: Any
-    draft_cache: Any
+    draft_caches: tuple[Any, ...]
+    """One for each of the subject's `draft_laws`, None without a model."""
 
     @classmethod
     def read(
@@ -82,14 +83,14 @@ class Prompt(NamedTuple):
         state = begin(subject, [tokens], key, sampling, max_new_tokens=budget)
         # Of few sizes, like every shape: prompts of any length share programs.
         capacity = decode.bucket(len(tokens) + block)
-        caches = [
+        reference, *drafts = [
             None if model is None else read_prompt(model, variables, tokens, capacity)
             for model, variables in (
                 (subject.reference, subject.params.target),
-                (subject.draft_model, subject.draft_variables),
+                *(law[:2] for law in subject.draft_laws),
             )
         ]
-        return cls(tokens, state, *caches)
+        return cls(tokens, state, reference, tuple(drafts))
 
 
 def first_laws(
@@ -251,22 +252,39 @@ def _score(tokens, start, infos, target, keys):
 
 
 def _told_against_own(subject, prompt, state, infos, sampling):
-    """Returns how far the last round's told laws are from the draft model's own."""
-    model, info = subject.draft_model, infos[-1]
-    if model is None or info.draft.log_probs is None:
+    """Returns how far the last round's told laws are from the draft models' own.
+
+    Of several that draft, a token may be any one's; what is neither a model's nor
+    deterministic cannot be told from a misreported law.
+    """
+    laws, info = subject.draft_laws, infos[-1]
+    told = info.draft.log_probs
+    if told is None or all(law.model is None for law in laws):
         return None
-    own = _laws(
-        subject.draft_variables,
-        prompt.draft_cache,
-        _with_drafts(state.tokens, state.length - info.num_emitted, info.draft.tokens),
-        np.int32(len(prompt.tokens)),
-        sampling,
-        model=model,
-        size=NUM_ROUNDS * (subject.drafter.depth + 1),
-        vocab_size=subject.target.vocab_size,
+    text = _with_drafts(
+        state.tokens, state.length - info.num_emitted, info.draft.tokens
     )
     offset = state.length - info.num_emitted - len(prompt.tokens)
-    return float(_largest_gap(own, offset, info.draft))
+    gaps = []
+    for law, cache in zip(laws, prompt.draft_caches, strict=True):
+        if law.model is None:
+            one_hot = (told.max(-1) == 0) | (not law.deterministic)
+            gaps.append(jnp.where(one_hot, 0.0, jnp.inf))
+            continue
+        own = _laws(
+            law.variables,
+            cache,
+            text,
+            np.int32(len(prompt.tokens)),
+            sampling,
+            model=law.model,
+            size=NUM_ROUNDS * (subject.drafter.depth + 1),
+            vocab_size=subject.target.vocab_size,
+        )
+        gaps.append(_gaps(own, offset, info.draft))
+    drafted = np.arange(told.shape[1]) < np.asarray(info.draft.num_valid)[:, None]
+    nearest = np.min([np.asarray(gap) for gap in gaps], axis=0)
+    return float(np.where(drafted, nearest, 0).max())
 
 
 @jax.jit
@@ -278,9 +296,9 @@ def _with_drafts(tokens, length, drafted):
 
 
 @jax.jit
-def _largest_gap(own, offset, draft):
+def _gaps(own, offset, draft):
+    """Returns the largest difference in probability at each drafted place, [R, K]."""
     places = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
     slots = jnp.minimum(offset[:, None] + places, own.shape[1] - 1)
     own = jnp.take_along_axis(own, slots[..., None], axis=1)
-    gap = jnp.abs(jnp.exp(own) - jnp.exp(draft.log_probs)).max(-1)
-    return jnp.where(places < draft.num_valid[:, None], gap, 0).max()
+    return jnp.abs(jnp.exp(own) - jnp.exp(draft.log_probs)).max(-1)

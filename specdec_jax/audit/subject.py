@@ -3,7 +3,7 @@
 A fault is the same subject with one part exchanged, so levels know nothing of faults.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +15,25 @@ from jaxtyping import Array, Int, Key
 from specdec_jax import decode
 from specdec_jax.base import LanguageModel, Params, Variables
 from specdec_jax.decode import DecodeState
-from specdec_jax.drafters import Adaptive, EarlyExit, ModelDrafter
+from specdec_jax.drafters import (
+    Adaptive,
+    EarlyExit,
+    ModelDrafter,
+    Nested,
+    NgramDrafter,
+    Staged,
+)
 from specdec_jax.sampling import Sampling, SamplingRows
+
+
+class DraftLaw(NamedTuple):
+    """Where the law of drafted tokens comes from."""
+
+    model: LanguageModel | None = None
+    """Whose own law each token has, where there is one."""
+    variables: Variables = None
+    deterministic: bool = False
+    """Whether each token has all the mass; without a model only."""
 
 
 class Subject(NamedTuple):
@@ -46,28 +63,32 @@ class Subject(NamedTuple):
         return self.target if self.honest is None else self.honest
 
     @property
-    def draft_model(self) -> LanguageModel | None:
-        """The model whose own law each drafted token has, where there is one."""
-        drafter = self._inner
-        drafts = isinstance(drafter, ModelDrafter | EarlyExit)
-        return drafter.model if drafts else None
-
-    @property
-    def draft_variables(self) -> Variables:
-        """The draft model's variables; an early exit has the target's."""
-        shared = isinstance(self._inner, EarlyExit)
-        return self.params.target if shared else self.params.draft
-
-    @property
-    def _inner(self) -> Any:
-        """What drafts; adaptive lengths change no law."""
-        adaptive = isinstance(self.drafter, Adaptive)
-        return self.drafter.drafter if adaptive else self.drafter
+    def draft_laws(self) -> list[DraftLaw]:
+        """Whose laws the rule is told of, in the order of the draft."""
+        return list(_draft_laws(self.drafter, self.params, self.params.draft))
 
     @property
     def loop(self) -> dict[str, Any]:
         """The static arguments of a step."""
         return {"target": self.target, "drafter": self.drafter, "rule": self.rule}
+
+
+def _draft_laws(drafter: Any, params: Params, variables: Any) -> Iterator[DraftLaw]:
+    """Finds what draws the tokens inside a drafter."""
+    if isinstance(drafter, Adaptive):  # lengths change no law
+        yield from _draft_laws(drafter.drafter, params, variables)
+    elif isinstance(drafter, ModelDrafter):
+        yield DraftLaw(drafter.model, variables)
+    elif isinstance(drafter, EarlyExit):
+        yield DraftLaw(drafter.model, params.target)
+    elif isinstance(drafter, Nested):
+        yield DraftLaw(drafter.middle, variables[0])
+    elif isinstance(drafter, Staged):
+        each = variables or (None,) * len(drafter.stages)
+        for stage, own in zip(drafter.stages, each, strict=True):
+            yield from _draft_laws(stage, params, own)
+    else:
+        yield DraftLaw(deterministic=isinstance(drafter, NgramDrafter))
 
 
 def begin(

@@ -155,7 +155,7 @@ class Nested:
             gained = jnp.minimum(
                 round_.verdict.num_accepted + 1, context.max_draft - done
             )
-            return found.add(round_, gained, done)
+            return found.add(round_, self._told(round_), gained, done)
 
         zero = jnp.zeros((), jnp.int32)
         start = _Found(
@@ -174,6 +174,10 @@ class Nested:
         """Keeps what the middle model read of accepted tokens."""
         accepted = context.length + verdict.num_accepted
         return state._replace(num_read=jnp.minimum(state.cache.length, accepted))
+
+    def _told(self, found: Round) -> Float[Array, "B E V"]:
+        """Returns the law that is told of each token of an inner round: the model's."""
+        return found.log_probs
 
     def _parts(self, params: Params) -> tuple[LanguageModel, Drafter, Params]:
         """Returns target, drafter and variables of the inner rounds."""
@@ -223,7 +227,11 @@ class _Found(NamedTuple):
     """The middle model's law of each drafted token."""
 
     def add(
-        self, found: Round, gained: Int[Array, " B"], done: Int[Array, " B"]
+        self,
+        found: Round,
+        told: Float[Array, "B E V"],
+        gained: Int[Array, " B"],
+        done: Int[Array, " B"],
     ) -> "_Found":
         """Returns these rounds and one more, of which `gained` tokens are kept."""
         laws = self.log_probs
@@ -232,7 +240,7 @@ class _Found(NamedTuple):
             kept = places < gained[:, None]
             slots = jnp.where(kept, done[:, None] + places, laws.shape[1])
             rows = jnp.arange(len(laws), dtype=jnp.int32)[:, None]
-            laws = laws.at[rows, slots].set(found.log_probs, mode="drop")
+            laws = laws.at[rows, slots].set(told, mode="drop")
         return _Found(
             self.rounds + 1,
             append(self.tokens, self.length, found.tokens, gained),

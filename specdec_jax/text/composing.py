@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.base import Drafter, Variables
-from specdec_jax.drafters import ModelDrafter, Nested, Staged
+from specdec_jax.drafters import EarlyExit, ModelDrafter, Nested, Staged
 from specdec_jax.drafters.staged import share
 from specdec_jax.text.requests import per_prompt
 
@@ -35,12 +35,22 @@ def _staged(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
 
 def _nested(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
     drafter, variables = make(len(lengths) - 1, lengths[-1])
+    if isinstance(getattr(drafter, "drafter", drafter), EarlyExit):
+        raise ValueError(
+            "early_exit drafts for the target alone, and the last of nested drafts "
+            "drafts for the one before it; use ngram or a model"
+        )
     for index in reversed(range(len(lengths) - 1)):
         outer, own = make(index, lengths[index])
         if not isinstance(outer, ModelDrafter):
             raise ValueError(
                 f"nested draft number {index + 1} is {outer}, but all except the last "
                 "must be models: each verifies what the next one drafts"
+            )
+        if outer.stop is not None:
+            raise ValueError(
+                f"nested draft number {index + 1} cannot stop early: how far it goes "
+                "is for the drafts inside; leave out below and entropy"
             )
         drafter = Nested(outer.model, drafter, lengths[index], outer.vocab_size)
         variables = own, variables

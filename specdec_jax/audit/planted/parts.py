@@ -1,15 +1,15 @@
 """Wrong drafters, a wrong model and wrong steps of the loop."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specdec_jax import decode
 from specdec_jax.audit.table import TableModel
-from specdec_jax.drafters import ModelDrafter
+from specdec_jax.base import Noise, Params
+from specdec_jax.drafters import ModelDrafter, Nested, Staged
 from specdec_jax.rng import first_argmax
 
 # Drafters that say something else than they do: the law is lost.
@@ -45,35 +45,53 @@ class DropsUnlikely(ModelDrafter):
 
 
 @dataclass(frozen=True)
-class StagedMisreported(ModelDrafter):
-    """A draft that was itself drafted and verified, and reports one of the two laws.
+class NestedMisreported(Nested):
+    """Reports how a token came out of an inner round, not whose draw it is.
 
-    The inner draft is the softened law b of the model's law m. Given that a token came
-    out of the inner round, it was accepted there with chance min(1, b/m), and is a
-    draw from m in any case; m is what must be reported (ALGORITHMS B.5).
+    Accepted, corrected or bonus, it is a draw from the middle model's law, and that
+    must be told (ALGORITHMS B.5).
     """
 
     residual_when_rejected: bool = False
-    """Reports max(0, m - b) where the inner round rejected; else b where it did not."""
+    """Tells the residual of corrected tokens; else the inner law of accepted ones."""
+
+    def _told(self, found):
+        middle, accepted = found.log_probs, found.verdict.num_accepted[:, None]
+        inner = found.draft.log_probs
+        if inner is None:
+            return middle
+        inner = jnp.pad(inner, ((0, 0), (0, 1), (0, 0)))
+        places = jnp.arange(middle.shape[1], dtype=jnp.int32)[None]
+        if not self.residual_when_rejected:
+            return jnp.where((places < accepted)[..., None], inner, middle)
+        corrected = (places == accepted) & (accepted < found.draft.num_valid[:, None])
+        left = jnp.maximum(jnp.exp(middle) - jnp.exp(inner), 0)
+        left = jnp.log(left) - jnp.log(left.sum(-1, keepdims=True))
+        return jnp.where(corrected[..., None], left, middle)
+
+
+@dataclass(frozen=True)
+class NestedSharedNoise(Nested):
+    """Draws inner drafts, inner coins and corrections of all rounds with one noise."""
 
     def draft(self, state, context):
         """See `base.Drafter`."""
-        draft, state, cache = super().draft(state, context)
-        if draft.log_probs is None:  # a greedy draft is one-hot and honest
-            return draft, state, cache
-        middle = draft.log_probs
-        inner = jax.nn.log_softmax(middle * 0.3, axis=-1)
-        ratio = _of_tokens(inner, draft.tokens) - _of_tokens(middle, draft.tokens)
-        noise = context.noise.child(0)
-        places = range(self.num_draft_tokens)
-        coins = jnp.stack([noise.uniform(place) for place in places], axis=1)
-        kept = (jnp.log(coins) < ratio)[..., None]
-        told = jnp.where(kept, inner, middle)
-        if self.residual_when_rejected:
-            left = jnp.maximum(jnp.exp(middle) - jnp.exp(inner), 0)
-            left = jnp.log(left) - jnp.log(left.sum(-1, keepdims=True))
-            told = jnp.where(kept, middle, left)
-        return draft._replace(log_probs=told), state, cache
+        return super().draft(state, context._replace(noise=_Childless(context.noise)))
+
+
+class _Childless(NamedTuple):
+    """Noise that hands itself on for inner uses."""
+
+    noise: Noise
+
+    def gumbel(self, offset, vocab_size):
+        return self.noise.gumbel(offset, vocab_size)
+
+    def uniform(self, offset):
+        return self.noise.uniform(offset)
+
+    def child(self, index, shift=0):
+        return self
 
 
 def _of_tokens(log_probs: Float[Array, "B K V"], tokens: Array) -> Float[Array, "B K"]:
@@ -110,6 +128,15 @@ class LatePositions(ModelDrafter):
         moved = cache.rewind(cache.length + 1)
         logits, cache = super()._apply(params, tokens, moved)
         return logits, cache.rewind(cache.length - 1)
+
+
+@dataclass(frozen=True)
+class StagedNearSighted(Staged):
+    """Leaves its stages the window of the loop's own drafter, 2 tokens."""
+
+    def _each(self, params):
+        for stage, own in zip(self.stages, params.draft, strict=True):
+            yield stage, Params(params.target, own)
 
 
 @dataclass(frozen=True)
