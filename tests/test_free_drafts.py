@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec_jax import decode
 from specdec_jax.acceptance import RULES, Coupled, Rejection
+from specdec_jax.audit import faults
+from specdec_jax.audit.exact import exact_law
+from specdec_jax.audit.loop_law import DRAFT_TOLERANCE, loop_law
 from specdec_jax.audit.planted.parts import DropsUnlikely
 from specdec_jax.base import Draft, Params, RoundContext, Verdict
 from specdec_jax.drafters import (
@@ -546,6 +549,22 @@ def test_options_that_make_no_draft_are_refused(name, message, checkpoints):
         SpeculativeDecoder.from_pretrained(target, "bigram:corpus=nowhere")
 
 
+@pytest.mark.parametrize(
+    "drafts, compose, message",
+    [
+        (["{target}:layers=1", "early_exit"], "nested", "for the target alone"),
+        (["{target}:below=0.4", "ngram"], "nested", "cannot stop early"),
+        (["{target}:adaptive=3", "ngram"], "nested", "must be models"),
+    ],
+)
+def test_compositions_that_make_no_sense_are_refused(
+    drafts, compose, message, checkpoints
+):
+    drafts = [draft.format(target=checkpoints[0]) for draft in drafts]
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder.from_pretrained(checkpoints[0], drafts, compose=compose)
+
+
 def test_tokens_are_shared_by_their_bytes():
     ours, swapped = tiny.make_tokenizer(), tiny.make_tokenizer(swapped=True)
     size = len(ours.get_vocab())
@@ -580,3 +599,22 @@ def _pieces_tokenizer(strange=False):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<e>", unk_token="<u>"
     )
+
+
+def test_the_audit_knows_whose_law_an_early_exit_has():
+    """It is told of a shared cache and shared variables, through an adaptive length."""
+    subject = faults.right_subject()
+    drafter = Adaptive(EarlyExit(toy.Softer(faults.VOCAB_SIZE), 3), start=2)
+    subject = subject._replace(drafter=drafter)
+    assert exact_law(subject, faults.PROMPTS, faults.SAMPLED, num_contexts=8).lossless
+    found = loop_law(subject, faults.PROMPTS[:2], faults.SAMPLED, num_samples=4096)
+    assert found.lossless
+    assert found.draft_deviation < DRAFT_TOLERANCE
+
+
+def test_contexts_without_a_law_are_no_objection():
+    subject = faults.right_subject()
+    counts = ModelDrafter(NgramCounts(faults.VOCAB_SIZE), 3)
+    subject = subject._replace(drafter=counts)
+    found = exact_law(subject, [[1, 2, 1, 2, 3, 1]], faults.SAMPLED)
+    assert found.lossless and 0 < found.num_contexts < 5

@@ -10,7 +10,13 @@ import pytest
 from specdec_jax import decode
 from specdec_jax.acceptance import Coupled, Rejection
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specdec_jax.drafters import (
+    EarlyExit,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    first_layers,
+)
 from specdec_jax.networks import Decoder, DecoderConfig
 from specdec_jax.sampling import Sampling
 
@@ -69,8 +75,12 @@ def moved(text, shapes):
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize(
-    "drafter", [NoDrafter(), ModelDrafter(DRAFT, 3), NgramDrafter(3)],
-    ids=["none", "model", "ngram"],
+    "drafter",
+    [
+        NoDrafter(), ModelDrafter(DRAFT, 3), NgramDrafter(3),
+        EarlyExit(first_layers(TARGET, 2), 3),
+    ],
+    ids=["none", "model", "ngram", "early exit"],
 )  # fmt: skip
 def test_a_round_copies_no_cache_and_no_weight(drafter, rule):
     text, shapes = loop_text(drafter, rule, 0.9)

@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 _MODEL: Any = TableModel(VOCAB_SIZE)
 
 
-def _drafter(kind: type, **options: Any) -> ModelDrafter:
+def _drafter(kind: type, **options: Any) -> Any:
     return kind(_MODEL, NUM_DRAFT_TOKENS, **options)
 
 
@@ -166,6 +166,9 @@ FAULTS: dict[str, Fault] = {
     "unlikely drafts dropped": Fault(
         LAW, "drafter", _drafter(parts.DropsUnlikely), "B.9"
     ),
+    "trimmed draft told by its whole law": Fault(
+        LAW, "drafter", _drafter(parts.TrimmedToldWhole), "B.8"
+    ),
     "absolute difference as residual": Fault(
         LAW, "rule", Chain(corrected=rules.absolute), "C.3"
     ),
@@ -186,6 +189,9 @@ FAULTS: dict[str, Fault] = {
         "drafter",
         parts.StagedNearSighted(_stages()),
         "B.5",
+    ),
+    "early exit after a hole in the cache": Fault(
+        EFFICIENCY, "drafter", _drafter(parts.LateEarlyExit), "B.8"
     ),
     "draft forgets the temperature": Fault(
         EFFICIENCY, "drafter", _drafter(parts.ForgetsTemperature), "B.1.4"

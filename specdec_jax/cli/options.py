@@ -16,9 +16,10 @@ Target = Annotated[str, typer.Option(help="Checkpoint: name, folder, file or hub
 Draft = Annotated[
     list[str] | None,
     typer.Option(
-        help="The same, or ngram; repeatable, see --compose. NAME:layers=8 keeps 8 "
-        "layers. By default the bundled draft for the bundled target and ngram for any "
-        "other."
+        help="The same, or ngram, ngram_counts, early_exit, bigram:corpus=FILE, "
+        "unigram:corpus=FILE; repeatable, see --compose. Options follow the name, as "
+        "in NAME:layers=8,below=0.4; the README lists them. By default the bundled "
+        "draft for the bundled target and ngram for any other."
     ),
 ]
 Compose = Annotated[

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from specdec_jax.base import Drafter, RoundContext
+from specdec_jax.drafters.children import with_num_draft_tokens
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,7 @@ class Adaptive:
 
     def with_num_draft_tokens(self, num_draft_tokens: int) -> "Adaptive":
         """Returns the same with another K for the drafter."""
-        inner: Any = self.drafter
-        if hasattr(inner, "with_num_draft_tokens"):
-            inner = inner.with_num_draft_tokens(num_draft_tokens)
-        else:
-            inner = replace(inner, num_draft_tokens=num_draft_tokens)
+        inner = with_num_draft_tokens(self.drafter, num_draft_tokens)
         return replace(self, drafter=inner)
 
     def init(self, params, batch_size, capacity, inputs=None):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from specdec_jax.base import LanguageModel, RoundContext
+from specdec_jax.base import Cache, LanguageModel, RoundContext
 from specdec_jax.drafters.chain import Stop, draw_chain
 
 
@@ -82,7 +82,7 @@ class EarlyExit:
             return output.logits, cache
 
         last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
-        logits, cache = read(last, context.target_cache.rewind(context.length - 1))
+        logits, cache = read(last, self._committed(context))
         draft, cache = draw_chain(
             read, logits, cache, context, self.num_draft_tokens, self.stop
         )
@@ -91,6 +91,11 @@ class EarlyExit:
     def update(self, params, state, context, draft, target_output, verdict):
         """Returns the state as it is."""
         return state
+
+    def _committed(self, context: RoundContext) -> Cache:
+        """Returns the target's cache: it holds all committed tokens but the last."""
+        cache: Cache = context.target_cache.rewind(context.length - 1)
+        return cache
 
 
 def first_layers(target: Any, num_layers: int) -> LanguageModel:

@@ -102,9 +102,10 @@ class SpeculativeDecoder:
 
         Args:
           target: Name, folder or file of a checkpoint.
-          draft: The same; "ngram" (prompt lookup), None or "none" (plain decoding), or
-            a drafter that has no variables and its own K. Options may follow a name, as
-            in "name:layers=8". A list of drafts needs `compose`.
+          draft: The same; "ngram" (prompt lookup) or another name of
+            `makers.DRAFTS`; None or "none" (plain decoding); or a drafter that has no
+            variables and its own K. Options may follow a name, as in "name:layers=8",
+            see `free_drafts`. A list of drafts needs `compose`.
           compose: How several drafts work together: "staged" or "nested", see
             `drafters.Staged` and `drafters.Nested`.
           num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Staged

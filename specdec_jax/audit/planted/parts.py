@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 from specdec_jax import decode
 from specdec_jax.audit.table import TableModel
 from specdec_jax.base import Noise, Params
-from specdec_jax.drafters import ModelDrafter, Nested, Staged
+from specdec_jax.drafters import EarlyExit, ModelDrafter, Nested, Staged
 from specdec_jax.rng import first_argmax
+from specdec_jax.sampling import History, policy
 
 # Drafters that say something else than they do: the law is lost.
 
@@ -42,6 +43,33 @@ class DropsUnlikely(ModelDrafter):
         likely = jnp.cumprod((chosen > jnp.log(self.least)).astype(jnp.int32), axis=1)
         kept = jnp.minimum(draft.num_valid, likely.sum(1, dtype=jnp.int32))
         return draft._replace(num_valid=kept), state, cache
+
+
+@dataclass(frozen=True)
+class TrimmedToldWhole(ModelDrafter):
+    """Draws among few ids and reports the law that it has over all of them."""
+
+    kept: int = 3
+    """The lowest ids are kept."""
+
+    def draft(self, state, context):
+        """See `base.Drafter`."""
+        draft, state, cache = super().draft(state, context)
+        if draft.log_probs is None:  # a greedy draft is one-hot and honest
+            return draft, state, cache
+        last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+        block = jnp.concatenate([last, draft.tokens], axis=1)
+        logits, _ = super()._apply(
+            context.params, block, cache.rewind(context.length - 1)
+        )
+        history = History.chain(context.tokens, context.length, draft.tokens)
+        told = policy(logits, context.sampling, history)[:, :-1]
+        return draft._replace(log_probs=told), state, cache
+
+    def _apply(self, params, tokens, cache):
+        logits, cache = super()._apply(params, tokens, cache)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
+        return jnp.where(ids < self.kept, logits, -jnp.inf), cache
 
 
 @dataclass(frozen=True)
@@ -137,6 +165,14 @@ class StagedNearSighted(Staged):
     def _each(self, params):
         for stage, own in zip(self.stages, params.draft, strict=True):
             yield stage, Params(params.target, own)
+
+
+@dataclass(frozen=True)
+class LateEarlyExit(EarlyExit):
+    """Takes the target's cache to hold the last committed token already."""
+
+    def _committed(self, context):
+        return context.target_cache.rewind(context.length)
 
 
 @dataclass(frozen=True)
