@@ -172,6 +172,10 @@ class Placement:
         """Devices that the rows of a batch are split over."""
         return self.mesh.shape[DATA]
 
+    def whole(self, draft: bool = False) -> bool:
+        """Whether each device has the target, or the draft, as a whole."""
+        return self.mesh.shape[MODEL] == 1 or (draft and self.draft == "data")
+
     def parameter(
         self, path: str, shape: Sequence[int], model: Any, *, draft: bool = False
     ) -> Placed:
@@ -267,10 +271,14 @@ class Placement:
             self.state(state),
         )
 
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of what every device has whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
     def replicate(self, tree: PyTree) -> PyTree:
         """Returns a tree that every device has whole; for use under jit."""
-        where = NamedSharding(self.mesh, PartitionSpec())
-        return jax.lax.with_sharding_constraint(tree, where)
+        return jax.lax.with_sharding_constraint(tree, self.everywhere)
 
     def tensor(
         self,

@@ -71,7 +71,7 @@ def test_a_round_moves_no_state(draft_sharding, checkpoint):
         checkpoint, checkpoint, mesh=mesh, draft_sharding=draft_sharding
     )
     engine = decoder.engine
-    parts = running._parts(engine)
+    parts = engine.static
     rule = parts.pop("rule")
     plan = decoder.plan([[5, 6, 7], [8]], max_new_tokens=40)
     state = running.start_batch(engine.params, pack(plan, [0, 1]), **parts)

@@ -77,6 +77,7 @@ def load(
     context_length: int | None = None,
     place: Callable[[Decoder], Place] | None = None,
     tiled: bool | None = None,
+    whole: bool | None = None,
 ) -> Loaded:
     """Loads a checkpoint.
 
@@ -90,6 +91,8 @@ def load(
         more of it than lies here; by default all go to JAX's default device.
       tiled: Whether weights lie in tiles, which decodes faster on CPUs (see
         `networks.layers`), or as [in, out]; None means tiles on a CPU, without `place`.
+      whole: Whether each device has tensors as a whole, so that a TPU may look tokens
+        up one by one (see `networks.layers`); None means without `place`.
 
     Raises:
       FileNotFoundError: There is no such checkpoint, or a file of it is missing.
@@ -102,7 +105,9 @@ def load(
     model = build_model(source, dtype, num_layers, context_length)
     if tiled is None:
         tiled = place is None and jax.default_backend() == "cpu"
-    model = model.clone(tiled=tiled)
+    whole = place is None if whole is None else whole
+    sliced = whole and jax.default_backend() == "tpu"
+    model = model.clone(tiled=tiled, sliced=sliced)
     params = read_params(source, model, place(model) if place else _place)
     # Of transformers only tokenizers are wanted: no advice that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -77,6 +77,10 @@ class Attention(nn.Module):
                 features, config.qkv_bias, self.dtype, self.tiled, name=name
             )
             y = linear(x)
+            if not self.tiled:
+                # Else a TPU takes product and heads as one, in another layout of the
+                # weights for each width of the block, and copies them in every round.
+                y = jax.lax.optimization_barrier(y)
             return y.reshape(batch, block, num_heads, config.head_dim)
 
         q = project("q_proj", config.num_heads)

@@ -67,6 +67,8 @@ class Decoder(nn.Module):
       config: Shape and options.
       dtype: Type of parameters, cache, activations and logits.
       tiled: Whether weights lie in tiles, for CPUs; see `layers`.
+      sliced: Whether few tokens are looked up one by one, for a TPU that has the whole
+        table; see `layers.Embedding`.
 
     Example:
       >>> import jax
@@ -84,6 +86,7 @@ class Decoder(nn.Module):
     config: DecoderConfig
     dtype: Any = jnp.float32
     tiled: bool = False
+    sliced: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +105,7 @@ class Decoder(nn.Module):
         """Makes the submodules; their names are the paths of the parameters."""
         c = self.config
         self.embed_tokens = Embedding(
-            c.vocab_size, c.width, self.dtype, self.tiled and c.tied
+            c.vocab_size, c.width, self.dtype, self.tiled and c.tied, self.sliced
         )
         if c.rotary is None:
             self.embed_positions = Embedding(c.max_positions, c.width, self.dtype)

@@ -110,12 +110,22 @@ class Embedding(nn.Module):
     """Table of vectors [size, width], looked up by id; also the LM head when tied.
 
     In tiles it is stored as the head's kernel [width, size] would be.
+
+    Attributes:
+      size: Ids.
+      width: Of a vector.
+      dtype: Of the table.
+      tiled: Whether it is stored in tiles.
+      sliced: Whether the vectors of a few tokens are cut out one by one. A TPU's gather
+        wants the table in another layout than the head, and copies it in every round;
+        but of a table that is split over devices a slice would gather the whole.
     """
 
     size: int
     width: int
     dtype: Any
     tiled: bool = False
+    sliced: bool = False
 
     def setup(self):
         """Makes the table."""
@@ -129,6 +139,9 @@ class Embedding(nn.Module):
         if self.embedding.ndim == 3:
             ids = jnp.clip(ids, 0, self.size - 1)
             return self.embedding[ids // TILE, :, ids % TILE]
+        if self.sliced and ids.size <= MOST_SLICES:
+            ids = jnp.clip(ids, 0, self.size - 1)
+            return _slices(self.embedding, ids.reshape(-1)).reshape(*ids.shape, -1)
         return jnp.take(self.embedding, ids, axis=0, mode="clip")
 
     def attend(self, x: Float[Array, "*A D"]) -> Float[Array, "*A V"]:
@@ -138,6 +151,17 @@ class Embedding(nn.Module):
         return jnp.einsum(
             "...d,vd->...v", x, self.embedding, precision=precision(self.dtype)
         )
+
+
+MOST_SLICES = 512
+"""Tokens whose vectors are cut out one by one; a prompt's are gathered."""
+
+
+def _slices(table: Float[Array, "V D"], ids: Int[Array, " A"]) -> Float[Array, "A D"]:
+    def cut(_: None, token: Array) -> tuple[None, Array]:
+        return None, jax.lax.dynamic_index_in_dim(table, token, 0, keepdims=False)
+
+    return jax.lax.scan(cut, None, ids, unroll=8)[1]
 
 
 class Norm(nn.Module):

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
 from specdec_jax.acceptance import Rejection
 from specdec_jax.base import Params
@@ -31,6 +30,7 @@ from specdec_jax.plan.traffic import Traffic, Walk
 from specdec_jax.sampling import Sampling
 from specdec_jax.sharding import Placement, make_mesh
 from specdec_jax.text import running
+from specdec_jax.text.layouts import compile_rounds
 from specdec_jax.text.packing import Batch, eos_rows
 
 
@@ -40,7 +40,6 @@ class _Parts(NamedTuple):
     params: Params
     state: Any
     batch: Any
-    arguments: tuple[Any, ...]
     static: dict[str, Any]
 
 
@@ -59,22 +58,19 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         request["draft_sharding"],
     )
     target = model_from_config(request["target_config"], request["dtype"])
+    target = target.clone(sliced=placement.whole())
     small = None
     if request["draft_config"] is not None:
         small = model_from_config(request["draft_config"], request["dtype"])
+        small = small.clone(sliced=placement.whole(draft=True))
     parts = _parts(target, small, placement, request)
     placed = placement.parameters(parameter_shapes(target), target)
-    rounds = running._advance.lower(
-        parts.params,
-        parts.state,
-        *parts.arguments,
-        rule=Rejection(),
-        traced=False,
-        **parts.static,
-    ).compile()
-    prefill = running.start_batch.lower(
-        parts.params, parts.batch, **parts.static
-    ).compile()
+    rows = request["batch_size"]
+    rounds = compile_rounds(
+        parts.params, parts.state, rows, {**parts.static, "rule": Rejection()}
+    )
+    laid_out = jax.tree.map(_lying, parts.params, rounds.input_formats[0][0])
+    prefill = running.start_batch.lower(laid_out, parts.batch, **parts.static).compile()
     return {
         "weights": _device_bytes(parts.params.target),
         "draft_weights": _device_bytes(parts.params.draft),
@@ -139,15 +135,16 @@ def _parts(
     static = {"target": target, "drafter": drafter, "placement": placement}
     start = partial(running.start_batch, **static)
     state = placement.shapes(jax.eval_shape(start, params, batch))
-    everywhere = NamedSharding(placement.mesh, PartitionSpec())
 
     def shapes(tree: Any) -> Any:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=placement.everywhere
+            ),
+            tree,
         )
 
-    arguments = shapes((column == 0, np.array(1, np.int32), np.array(size, np.int32)))
-    return _Parts(params, state, shapes(batch), arguments, static)
+    return _Parts(params, state, shapes(batch), static)
 
 
 def _variables(model: Decoder, placement: Placement, draft: bool) -> dict[str, Any]:
@@ -167,6 +164,11 @@ def _logits(target: Decoder, placement: Placement, rows: int) -> Any:
     placed = placement.tensor("logits", shape, ("batch", "vocab"))
     where = placement.sharding(placed)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+
+def _lying(shape: Any, form: Any) -> jax.ShapeDtypeStruct:
+    """Returns a parameter's shape with the layout that the rounds chose for it."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=form)
 
 
 def _device_bytes(tree: Any) -> int:

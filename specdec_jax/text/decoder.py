@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from specdec_jax.base import AcceptanceRule, Drafter, LanguageModel, Params
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.sampling import Sampling
 from specdec_jax.sharding import Placement, make_mesh
 from specdec_jax.text import packing, requests
 from specdec_jax.text.following import Piece, collect, texts
+from specdec_jax.text.layouts import lay_out
 from specdec_jax.text.packing import Plan
 from specdec_jax.text.pairing import find_rule, load_pair
 from specdec_jax.text.requests import Prompt
@@ -69,6 +72,7 @@ class SpeculativeDecoder:
             params = placement.place_params(params, target, drafter)
         found = find_rule(rule, drafter, allow_lossy=allow_lossy)
         self.engine = Engine(params, target, drafter, found, tokenizer, placement)
+        self._lies_well = jax.default_backend() != "tpu"
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
         self.max_positions = max_positions
@@ -305,6 +309,7 @@ class SpeculativeDecoder:
         """
         if batch_size is None:
             batch_size = max(len(plan.requests), 1)
+        self._lay_out(plan, batch_size)
         return pieces(
             self.engine,
             plan,
@@ -318,7 +323,14 @@ class SpeculativeDecoder:
     ) -> None:
         """Compiles the programs that `run` needs; runs nothing."""
         size = batch_size or max(len(plan.requests), 1)
+        self._lay_out(plan, size)
         compile_programs(self.engine, plan, batch_size=size, traced=trace)
+
+    def _lay_out(self, plan: Plan, batch_size: int) -> None:
+        """Lets a TPU's compiler choose the layouts of the weights, once."""
+        if plan.requests and not self._lies_well:
+            self.engine = lay_out(self.engine, plan, batch_size=batch_size)
+            self._lies_well = True
 
     def encode(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """Returns the tokens of a prompt, as the target will read them.

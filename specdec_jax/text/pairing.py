@@ -103,8 +103,10 @@ def load_pair(
     check_composition(drafts, compose)
     lengths = draft_lengths(num_draft_tokens, len(drafts), compose)
     named = read_drafts(draft, draft_num_layers)
-    on = partial(_placer, placement, str(target)) if placement else lambda **_: None
-    loaded: Any = load(target, dtype=dtype, place=on(draft=False))
+    on: Callable[..., dict[str, Any]] = lambda **_: {}  # noqa: E731
+    if placement is not None:
+        on = partial(_placer, placement, str(target))
+    loaded: Any = load(target, dtype=dtype, **on(draft=False))
     if lengths[0] == 0:
         return loaded, NoDrafter(), None
     if _is_drafter(drafts[0]):
@@ -114,8 +116,7 @@ def load_pair(
     def load_draft(name: str, num_layers: int | None, same_vocabulary: bool) -> Any:
         small: Any = loaded
         if name != str(target) or num_layers is not None or elsewhere:
-            place = on(draft=True)
-            small = load(name, dtype=dtype, num_layers=num_layers, place=place)
+            small = load(name, dtype=dtype, num_layers=num_layers, **on(draft=True))
         if same_vocabulary:
             check_same_vocabulary(loaded, small, name)
         return small
@@ -130,8 +131,8 @@ def load_pair(
     return loaded, *COMPOSE[compose].make(lengths, make)
 
 
-def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], Any]:
-    """Returns the `place` of `checkpoints.load` for a target or a draft."""
+def _placer(placement: Placement, name: str, *, draft: bool) -> dict[str, Any]:
+    """Returns `place` and `whole` of `checkpoints.load` for a target or a draft."""
     from specdec_jax.checkpoints.load import parameter_shapes
 
     def place(model: Any) -> Callable[[str, tuple[int, ...], Any], Any]:
@@ -144,7 +145,7 @@ def _placer(placement: Placement, name: str, *, draft: bool) -> Callable[[Any], 
 
         return put
 
-    return place
+    return {"place": place, "whole": placement.whole(draft)}
 
 
 def _as_drafts(draft: Any) -> list[Any]:

@@ -50,6 +50,16 @@ class Engine(NamedTuple):
     placement: Placement | None = None
     """Where they lie on a mesh; None leaves it to JAX."""
 
+    @property
+    def static(self) -> dict[str, Any]:
+        """What the programs are compiled for, by the names of their arguments."""
+        return {
+            "target": self.target,
+            "drafter": self.drafter,
+            "rule": self.rule,
+            "placement": self.placement,
+        }
+
     def start(self, batch: Any, drafter: Drafter | None = None) -> decode.DecodeState:
         """Makes the state of a batch and reads its prompts; see `start_batch`."""
         return start_batch(
@@ -116,15 +126,15 @@ class _Pool:
         batch_size: int,
     ):
         self._engine, self._plan, self._slots = engine, plan, slots
-        self._size, self._refill_size = _sizes(engine, len(indices), batch_size)
+        self._size, self._refill_size = sizes(engine, len(indices), batch_size)
         self._queue = deque(indices)
         self._rows: list[Row | None] = [None] * self._size
         self._stopped = np.zeros(self._size, bool)
 
     def run(self, rounds_per_look: int | None, traced: bool) -> Iterator[Piece]:
         """Yields pieces until the queue is empty and every row is finished."""
-        parts = _parts(self._engine)
-        rule = parts.pop("rule")
+        static = self._engine.static
+        rule = static.pop("rule")
         params, follow = self._engine.params, rounds_per_look is not None
         num_rounds = _TO_THE_END
         if follow or traced:
@@ -142,12 +152,12 @@ class _Pool:
                 np.int32(enough),
                 rule=rule,
                 traced=traced,
-                **parts,
+                **static,
             )
             yield from self._read(jax.device_get(look), follow)
             while self._queue and self._rows.count(None) >= self._refill_size:
                 places, batch = self._next(self._refill_size)
-                state = _refill(params, state, places, batch, **parts)
+                state = _refill(params, state, places, batch, **static)
 
     def _read(self, look: Look, follow: bool) -> Iterator[Piece]:
         for place, row in enumerate(self._rows):
@@ -174,31 +184,35 @@ class _Pool:
         return np.array(places, np.int32), pack(plan, indices, size, self._slots)
 
 
-def _sizes(engine: Engine, num_requests: int, batch_size: int) -> tuple[int, int]:
+def sizes(engine: Engine, num_requests: int, batch_size: int) -> tuple[int, int]:
     """Returns the rows of a batch, and how many are refilled at once."""
     over = engine.placement.data if engine.placement else 1
     size = row_count(min(num_requests, batch_size), over)
     return size, row_count(max(size // REFILL, 1), over)
 
 
+def state_shapes(engine: Engine, batch: Batch) -> decode.DecodeState:
+    """Returns the shapes of the state that `Engine.start` makes of a batch."""
+    state = jax.eval_shape(engine.start, batch)
+    return state if engine.placement is None else engine.placement.shapes(state)
+
+
 def compile_programs(
     engine: Engine, plan: Plan, *, batch_size: int, traced: bool = False
 ) -> None:
     """Compiles what `pieces` would run, once for each shape; runs nothing."""
-    parts = _parts(engine)
-    rule = parts.pop("rule")
+    static = engine.static
+    rule = static.pop("rule")
     seen = set()
     for slots, indices in by_bucket(plan, batch_size):
-        size, refill_size = _sizes(engine, len(indices), batch_size)
+        size, refill_size = sizes(engine, len(indices), batch_size)
         batch = pack(plan, indices[:size], size, slots)
         refills = len(indices) > size
         if (shape := (size, slots, refills)) in seen:
             continue
         seen.add(shape)
-        state = jax.eval_shape(partial(start_batch, **parts), engine.params, batch)
-        if engine.placement is not None:
-            state = engine.placement.shapes(state)
-        start_batch.lower(engine.params, batch, **parts).compile()
+        state = state_shapes(engine, batch)
+        start_batch.lower(engine.params, batch, **static).compile()
         _advance.lower(
             engine.params,
             state,
@@ -207,21 +221,12 @@ def compile_programs(
             np.int32(size),
             rule=rule,
             traced=traced,
-            **parts,
+            **static,
         ).compile()
         if refills:
             places = np.zeros(refill_size, np.int32)
             batch = pack(plan, indices[:1], refill_size, slots)
-            _refill.lower(engine.params, state, places, batch, **parts).compile()
-
-
-def _parts(engine: Engine) -> dict[str, Any]:
-    return {
-        "target": engine.target,
-        "drafter": engine.drafter,
-        "rule": engine.rule,
-        "placement": engine.placement,
-    }
+            _refill.lower(engine.params, state, places, batch, **static).compile()
 
 
 @partial(jax.jit, static_argnames=("target", "drafter", "placement"))
@@ -274,8 +279,8 @@ def _refill(
     placement: Placement | None,
 ) -> decode.DecodeState:
     """Puts a new `Batch` of R rows into the given places; those past the end drop."""
-    parts = {"target": target, "drafter": drafter, "placement": placement}
-    state = decode.insert(state, places, start_batch(params, batch, **parts))
+    static = {"target": target, "drafter": drafter, "placement": placement}
+    state = decode.insert(state, places, start_batch(params, batch, **static))
     return state if placement is None else placement.pin(state)
 
 
