@@ -143,6 +143,12 @@ def init(
         capacity = buffer_capacity(width + max_new_tokens, drafter)
     if capacity < width:
         raise ValueError(f"capacity {capacity} is below the prompts' width {width}.")
+    if capacity < width + drafter.num_nodes + 1:
+        raise ValueError(
+            f"capacity {capacity} leaves no room behind prompts of width {width} for a "
+            f"draft of {drafter.num_nodes} nodes and the token after it; see "
+            "`buffer_capacity`."
+        )
 
     eos = jnp.asarray(eos_token_ids, jnp.int32)
     eos = jnp.broadcast_to(

@@ -11,10 +11,21 @@ import test_decode
 import toy
 from test_decode import DRAFT_TABLE, OTHER_TABLE, TABLE, TARGET, VOCAB, check_counts
 
-from specdec_jax import decode, rng, verify
-from specdec_jax.acceptance import Coupled, Rejection
-from specdec_jax.audit.table import TableCache, TableModel
-from specdec_jax.base import Block, Draft, Params, RoundContext
+from specdec_jax import SpeculativeDecoder, decode, rng, verify
+from specdec_jax.acceptance import Coupled, MultiDraft, Rejection
+from specdec_jax.audit import faults
+from specdec_jax.audit.loop_law import DRAFT_TOLERANCE, loop_law
+from specdec_jax.audit.planted.tree_parts import (
+    CommittedAlong,
+    LikeliestToldAsDrawn,
+    PositionIsSlot,
+    SeesSiblings,
+    Uncommitted,
+    WithCache,
+)
+from specdec_jax.audit.statistics import goodness_of_fit, joint_counts
+from specdec_jax.base import Draft, Params, RoundContext
+from specdec_jax.cli import main
 from specdec_jax.drafters import (
     DynamicTreeDrafter,
     JoinedTrees,
@@ -24,6 +35,8 @@ from specdec_jax.drafters import (
 )
 from specdec_jax.drafters.siblings import KINDS, choose, lively
 from specdec_jax.sampling import Sampling
+from specdec_jax.text.page import page
+from specdec_jax.text.pairing import find_rule
 from specdec_jax.tree_choice import (
     best_tree,
     choose_tree,
@@ -93,69 +106,62 @@ def test_coupled_text_is_plain_text(name, plain):
     assert test_decode._run._cache_size() == before
 
 
+JUDGED = {
+    "distinct": MultiDraft("distinct"),
+    "joined": MultiDraft("independent"),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_recursive_rejection_of_a_row_does_not_depend_on_its_batch(name, plain):
+    drafter, table = TREES[name]
+    together = run(drafter, table, JUDGED[name])
+    check_counts(together)
+    texts = test_decode.texts(together)
+    assert [texts[row] for row in (2, 4)] == [plain[row] for row in (2, 4)]
+    # Greedy rows keep as much as under the coupled rule: both look for the argmax.
+    coupled = run(drafter, table)
+    for row in (2, 4):
+        np.testing.assert_array_equal(
+            together.counts.histogram[row], coupled.counts.histogram[row]
+        )
+    order = jnp.array([4, 0, 3, 1, 0])
+    keys = rng.request_keys(jax.random.key(5), 5)
+    moved = run(
+        drafter, table, JUDGED[name], keys=keys[order], prompts=PROMPTS[order],
+        lengths=LENGTHS[order], temperature=[MIXED[i] for i in order.tolist()],
+        budget=jnp.array([3, 12, 7, 12, 1]),
+    )  # fmt: skip
+    for slot, row in ((1, 0), (2, 3), (3, 1)):
+        assert test_decode.texts(moved)[slot] == texts[row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, drafter, right",
+    [
+        ("distinct", tree(ODD), True),
+        ("joined", None, True),
+        ("distinct", LikeliestToldAsDrawn(TARGET, ODD), False),
+    ],
+    ids=["distinct", "joined", "likeliest told as drawn"],
+)
+def test_joint_law_over_a_round_boundary(name, drafter, right):
+    law = toy.joint_law(TARGET, TABLE, test_decode.STATISTICS_PROMPT, 4)
+    _, tokens = test_decode.emitted_by_many(
+        drafter or TREES[name][0], TREES[name][1], JUDGED[name]
+    )
+    assert (goodness_of_fit(joint_counts(tokens, VOCAB), law) > 1e-6) == right
+
+
+def test_the_audit_lets_a_right_tree_pass():
+    right = faults.right_subject(on_trees=True)
+    found = loop_law(right, faults.PROMPTS[:1], faults.SAMPLED, num_samples=1024)
+    assert found.lossless
+    assert found.draft_deviation < DRAFT_TOLERANCE
+
+
 # Faults of the target's side: the text is another one.
-
-
-@dataclasses.dataclass(frozen=True)
-class SeesSiblings(TableModel):
-    """Lets each node of a tree see all nodes before it."""
-
-    def apply(self, variables, tokens, cache, *, block=None, hidden_layers=()):
-        if block is not None:
-            everything = jnp.tril(jnp.ones_like(block.ancestors))
-            block = Block(block.depth, everything)
-        return super().apply(
-            variables, tokens, cache, block=block, hidden_layers=hidden_layers
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class PositionIsSlot(TableModel):
-    """Puts each node of a tree at the position of its slot."""
-
-    def apply(self, variables, tokens, cache, *, block=None, hidden_layers=()):
-        if block is not None:
-            slots = jnp.arange(block.depth.shape[1], dtype=jnp.int32)[None]
-            slots = jnp.broadcast_to(slots, block.depth.shape)
-            block = Block(slots, block.ancestors)
-        return super().apply(
-            variables, tokens, cache, block=block, hidden_layers=hidden_layers
-        )
-
-
-class Uncommitted(TableCache):
-    """Leaves the accepted path where it was."""
-
-    def commit(self, start, path):
-        return self
-
-
-class CommittedInPlace(TableCache):
-    """Moves slot after slot, reading what it has just written."""
-
-    def commit(self, start, path):
-        cache = self
-        for i in range(path.shape[1]):
-            moved = TableCache(*cache).commit(start + i, path[:, i : i + 1])
-            # Each move is counted from where the last one wrote.
-            cache = type(self)(*moved)
-        return cache
-
-
-@dataclasses.dataclass(frozen=True)
-class WithCache(TableModel):
-    """A table model whose caches are of another kind."""
-
-    kind: type = TableCache
-
-    def init_cache(self, batch_size, capacity):
-        return self.kind(*super().init_cache(batch_size, capacity))
-
-    def apply(self, variables, tokens, cache, *, block=None, hidden_layers=()):
-        output, after = super().apply(
-            variables, tokens, cache, block=block, hidden_layers=hidden_layers
-        )
-        return output, self.kind(*after)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +170,9 @@ class WithCache(TableModel):
         SeesSiblings(VOCAB),
         PositionIsSlot(VOCAB),
         WithCache(VOCAB, Uncommitted),
-        WithCache(VOCAB, CommittedInPlace),
+        WithCache(VOCAB, CommittedAlong),
     ],
-    ids=["siblings seen", "position is slot", "uncommitted", "committed in place"],
+    ids=["siblings seen", "position is slot", "uncommitted", "committed along"],
 )
 def test_the_text_shows_a_fault_in_the_target(target, plain):
     assert test_decode.texts(run(*TREES["distinct"], target=target)) != plain
@@ -403,6 +409,84 @@ def test_rejection_refuses_a_tree():
 def test_what_is_no_tree_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# By name.
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rule": "rejection", "branching": (3, 2)}, "does not judge trees; use multi"),
+        ({"rule": "block", "branching": (3, 2)}, "does not judge trees"),
+        ({"branching": (2, 0)}, r"branching is \(2, 0\)"),
+        ({"branching": 3.5}, r"branching is \(3.5,\)"),
+        ({"branching": (1024, 1)}, "2048 nodes; at most 1024"),
+        ({"branching": (2,), "draft": "ngram"}, "draft is 'ngram', and trees"),
+        ({"branching": (2,), "draft": None}, "draft is 'none', and trees"),
+        ({"compose": "tree"}, "takes at least 2"),
+        ({"compose": "tree", "draft": ["pystd-draft", "ngram"]}, "draft is 'ngram'"),
+        (
+            {"compose": "staged", "draft": ["a", "b"], "branching": (2, 1)},
+            "use compose tree",
+        ),
+        (
+            {"compose": "tree", "draft": ["a", "b"], "rule": "rejection"},
+            "trees of several drafts",
+        ),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused_before_loading(options, message):
+    options = {"draft": "pystd-draft"} | options
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder.from_pretrained("no-such-checkpoint", **options)
+
+
+def test_the_command_line_refuses_what_makes_no_tree(capsys):
+    for words in (
+        ["--branching", "3,x"],
+        ["--branching", "40,40"],
+        ["--branching", "2,1", "--draft", "ngram"],
+        ["--branching", "2,1", "--rule", "rejection"],
+    ):
+        for command in ("generate", "bench", "audit"):
+            assert main([command, *words]) == 2
+            assert "specdec: error: " in capsys.readouterr().err
+
+
+def test_the_rule_follows_the_siblings():
+    kinds = {"none": Rejection(), "ranked": Coupled()}
+    for drafter, _ in [*TREES.values(), (test_decode.model(2), None)]:
+        expected = kinds.get(drafter.siblings) or MultiDraft(drafter.siblings)
+        assert find_rule(None, drafter) == expected
+    with pytest.raises(ValueError, match="ranked.*use coupled"):
+        find_rule("multi_draft", TREES["ranked"][0])
+
+
+def test_a_draft_that_does_not_fit_its_buffer_is_refused():
+    with pytest.raises(ValueError, match="capacity 20 leaves no room"):
+        decode.init(
+            Params(TABLE, DRAFT_TABLE), jax.random.key(0), PROMPTS, LENGTHS,
+            target=TARGET, drafter=tree(), max_new_tokens=4, capacity=20,
+        )  # fmt: skip
+
+
+def test_the_bundled_pair_says_with_a_tree_what_it_says_without():
+    prompts = ["def read_lines(path):\n", "import os\n\n", "class Stack:\n"]
+    budgets = [24, 9, 16]
+    plain = SpeculativeDecoder.from_pretrained("pystd-5m").generate(
+        prompts, max_new_tokens=budgets
+    )
+    decoder = SpeculativeDecoder.from_pretrained(
+        "pystd-5m", "pystd-draft", branching=(3, 2, 1)
+    )
+    found = decoder.generate(prompts, max_new_tokens=budgets, trace=True)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    # Three tokens of four are drafted where the tree holds them.
+    assert sum(r.num_tokens for r in found) > 2.5 * sum(r.rounds for r in found)
+    text = page(found, decoder.tokenizer)
+    accepted = sum(one.origins.count("accepted") for one in found)
+    assert text.count('class="t accepted') == accepted + 1  # and the legend
 
 
 # Which tree to draft.

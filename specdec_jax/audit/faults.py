@@ -15,13 +15,13 @@ from specdec_jax.audit import enumeration
 from specdec_jax.audit.coins import coin_problems
 from specdec_jax.audit.exact import exact_law
 from specdec_jax.audit.loop_law import DRAFT_TOLERANCE, loop_law
-from specdec_jax.audit.planted import block, parts, rules, trees
+from specdec_jax.audit.planted import block, parts, rules, tree_parts, trees
 from specdec_jax.audit.planted.rules import Chain
 from specdec_jax.audit.subject import Subject
 from specdec_jax.audit.table import TableModel, table
 from specdec_jax.audit.texts import compare_texts
 from specdec_jax.base import Params
-from specdec_jax.drafters import ModelDrafter, Nested, Staged
+from specdec_jax.drafters import ModelDrafter, Nested, Staged, TreeDrafter
 from specdec_jax.sampling import Sampling
 
 LAW, EFFICIENCY, BOOKKEEPING = "law", "efficiency", "bookkeeping"
@@ -59,6 +59,8 @@ class Fault(NamedTuple):
     wrong: Any
     source: str
     """Section of the reference that describes it."""
+    on_trees: bool = False
+    """Whether it is planted where trees are drafted."""
 
 
 class Outcome(NamedTuple):
@@ -85,6 +87,9 @@ def _stages() -> tuple[Any, ...]:
 def _nested(kind: type, **options: Any) -> Nested:
     return kind(_MODEL, ModelDrafter(_MODEL, 2), NUM_DRAFT_TOKENS, **options)
 
+
+TREE = (-1, -1, 0, 0, 1)
+"""The tree of the subject that drafts trees."""
 
 FAULTS: dict[str, Fault] = {
     "draft law misreported": Fault(
@@ -151,6 +156,29 @@ FAULTS: dict[str, Fault] = {
     "tree: siblings tested in another order": Fault(
         LAW, "rule", trees.LikeliestFirst("distinct"), "B.6.2"
     ),
+    "tree: siblings see each other": Fault(
+        LAW, "target", tree_parts.SeesSiblings(VOCAB_SIZE), "B.6.2", True
+    ),
+    "tree: position is the slot": Fault(
+        LAW, "target", tree_parts.PositionIsSlot(VOCAB_SIZE), "B.6.2", True
+    ),
+    "tree: accepted path not moved": Fault(
+        LAW,
+        "target",
+        tree_parts.WithCache(VOCAB_SIZE, tree_parts.Uncommitted),
+        "B.6.1",
+        True,
+    ),
+    "tree: accepted path moved wrongly": Fault(
+        LAW,
+        "target",
+        tree_parts.WithCache(VOCAB_SIZE, tree_parts.CommittedAlong),
+        "B.6.1",
+        True,
+    ),
+    "tree: likeliest children told as drawn": Fault(
+        LAW, "drafter", tree_parts.LikeliestToldAsDrawn(_MODEL, TREE), "B.6.2", True
+    ),
     "nested: inner draft's law reported": Fault(
         LAW, "drafter", _nested(parts.NestedMisreported), "B.5"
     ),
@@ -209,15 +237,19 @@ CONTROLS: dict[str, Any] = EVERY_RULE
 """Right rules that no level may object to."""
 
 
-def right_subject() -> Subject:
+def right_subject(on_trees: bool = False) -> Subject:
     """Returns the table pair that faults are planted in; the draft is a poor one."""
     tables = (table(jax.random.key(seed), VOCAB_SIZE, 1.3) for seed in (1, 2))
-    return Subject(Params(*tables), _MODEL, _drafter(ModelDrafter), RULES["rejection"])
+    drafter, rule = _drafter(ModelDrafter), RULES["rejection"]
+    if on_trees:
+        drafter, rule = TreeDrafter(_MODEL, TREE), RULES["multi_draft"]
+    return Subject(Params(*tables), _MODEL, drafter, rule)
 
 
 def subject_of(fault: Fault) -> Subject:
     """Returns the right subject with one part exchanged."""
-    subject = right_subject()._replace(honest=_MODEL, **{fault.part: fault.wrong})
+    right = right_subject(fault.on_trees)
+    subject = right._replace(honest=_MODEL, **{fault.part: fault.wrong})
     if not isinstance(subject.drafter, Nested | Staged):
         return subject
     both = subject.params.draft, table(jax.random.key(3), VOCAB_SIZE, 1.3)

@@ -161,8 +161,39 @@ def _run(subject, prompt, keys, num_rounds):
         state, info = one_round(
             subject.params, state, step=subject.step, **subject.loop
         )
-        infos.append(info)
+        infos.append(_as_chain(info))
     return state, tuple(infos)
+
+
+@jax.jit
+def _as_chain(info):
+    """Returns a round with its tree as a chain: what was proposed on the way taken.
+
+    At each place that is the first child of the node that the text was at, told by the
+    law it was drawn from. A chain's token is the one that the text has there, so that
+    the law which follows is the one of the text.
+    """
+    draft = info.draft
+    if draft.parents is None:
+        return info
+    depth = info.tokens.shape[1] - 1
+    slots = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+    valid = slots < draft.num_valid[:, None]
+    path = jnp.pad(
+        info.verdict.path[:, : depth - 1], ((0, 0), (1, 0)), constant_values=-1
+    )
+    children = (draft.parents[:, None] == path[..., None]) & valid[:, None]
+    reached = slots[:, :depth] <= info.verdict.num_accepted[:, None]
+    first = jnp.argmax(children, axis=-1)
+    if draft.log_probs is None:
+        tokens = jnp.take_along_axis(draft.tokens, first, axis=1)
+        every = jnp.arange(info.log_probs.shape[-1], dtype=jnp.int32)[None, None]
+        laws = jnp.where(tokens[..., None] == every, 0.0, -jnp.inf)
+    else:
+        laws = jnp.take_along_axis(draft.log_probs, first[..., None], axis=1)
+    number = (children.any(axis=-1) & reached).sum(axis=1, dtype=jnp.int32)
+    chain = Draft(info.tokens[:, :depth], number, laws.astype(jnp.float32))
+    return info._replace(draft=chain)
 
 
 @jax.jit
