@@ -91,6 +91,11 @@ def _nested(kind: type, **options: Any) -> Nested:
 TREE = (-1, -1, 0, 0, 1)
 """The tree of the subject that drafts trees."""
 
+
+def _tree(kind: type) -> TreeDrafter:
+    return kind(_MODEL, TREE)
+
+
 FAULTS: dict[str, Fault] = {
     "draft law misreported": Fault(
         LAW, "rule", Chain(hear=rules.draft_softer), "B.1.4"
@@ -177,7 +182,7 @@ FAULTS: dict[str, Fault] = {
         True,
     ),
     "tree: likeliest children told as drawn": Fault(
-        LAW, "drafter", tree_parts.LikeliestToldAsDrawn(_MODEL, TREE), "B.6.2", True
+        LAW, "drafter", _tree(tree_parts.LikeliestToldAsDrawn), "B.6.2", True
     ),
     "nested: inner draft's law reported": Fault(
         LAW, "drafter", _nested(parts.NestedMisreported), "B.5"
@@ -240,10 +245,10 @@ CONTROLS: dict[str, Any] = EVERY_RULE
 def right_subject(on_trees: bool = False) -> Subject:
     """Returns the table pair that faults are planted in; the draft is a poor one."""
     tables = (table(jax.random.key(seed), VOCAB_SIZE, 1.3) for seed in (1, 2))
-    drafter, rule = _drafter(ModelDrafter), RULES["rejection"]
+    params = Params(*tables)
     if on_trees:
-        drafter, rule = TreeDrafter(_MODEL, TREE), RULES["multi_draft"]
-    return Subject(Params(*tables), _MODEL, drafter, rule)
+        return Subject(params, _MODEL, _tree(TreeDrafter), RULES["multi_draft"])
+    return Subject(params, _MODEL, _drafter(ModelDrafter), RULES["rejection"])
 
 
 def subject_of(fault: Fault) -> Subject:

@@ -110,7 +110,7 @@ def compare(
         }
         units.append(_measure(decoder.engine, requests, batch, arms, repeats))
         done()
-    return Report(units, decoder.drafter.num_nodes, *compiling)
+    return Report(units, decoder.drafter.depth, *compiling)
 
 
 def _measure(

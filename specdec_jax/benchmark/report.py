@@ -64,7 +64,7 @@ class Report:
 
     Attributes:
       units: One for each batch.
-      num_draft_tokens: Nodes of a draft, K for a chain.
+      num_draft_tokens: Draft steps of a round, K: levels of a tree.
       cold_compile_seconds: Of the speculative programs, nothing cached; None where it
         was not asked for.
       warm_compile_seconds: The same with the disk cache filled.

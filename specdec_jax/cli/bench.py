@@ -18,7 +18,8 @@ def bench(
     compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: options.NumDraftTokens = "4",
-    rule: options.Rule = "rejection",
+    branching: options.Branching = None,
+    rule: options.Rule = None,
     allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
@@ -48,8 +49,10 @@ def bench(
         "draft": options.choose_draft(target, draft, draft_num_layers),
         "compose": compose,
         "draft_num_layers": draft_num_layers,
-        "num_draft_tokens": options.read_lengths(num_draft_tokens),
-        **options.rule_facts(rule, allow_lossy),
+        **options.read_tree(branching, num_draft_tokens),
+        **options.rule_facts(
+            rule, allow_lossy, on_trees=bool(branching) or compose == "tree"
+        ),
         "temperature": temperature,
         "top_p": top_p,
         "chat": chat,

@@ -18,7 +18,7 @@ def calibrate(
     draft: options.Draft = None,
     compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
-    rule: options.Rule = "rejection",
+    rule: options.Rule = None,
     allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,

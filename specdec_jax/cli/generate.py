@@ -35,7 +35,8 @@ def generate(
     compose: options.Compose = None,
     draft_num_layers: options.DraftNumLayers = None,
     num_draft_tokens: options.NumDraftTokens = "4",
-    rule: options.Rule = "rejection",
+    branching: options.Branching = None,
+    rule: options.Rule = None,
     allow_lossy: options.AllowLossy = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -91,8 +92,10 @@ def generate(
         options={
             "compose": compose,
             "draft_num_layers": draft_num_layers,
-            "num_draft_tokens": options.read_lengths(num_draft_tokens),
-            **options.rule_facts(rule, allow_lossy),
+            **options.read_tree(branching, num_draft_tokens),
+            **options.rule_facts(
+                rule, allow_lossy, on_trees=bool(branching) or compose == "tree"
+            ),
             "dtype": dtype,
             "mesh": mesh,
             "draft_sharding": draft_sharding,
@@ -150,8 +153,9 @@ class _Job(NamedTuple):
         """Returns what decides the tokens: not how they are spread over devices."""
         spread = ("batch_size", "mesh", "draft_sharding")
         told = {k: v for k, v in self.describe().items() if k not in spread}
-        if told["compose"] is None:  # files from before there was one go on
-            del told["compose"]
+        for name in ("compose", "branching"):
+            if told[name] is None:  # files from before there was one go on
+                del told[name]
         return told
 
 

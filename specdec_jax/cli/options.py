@@ -23,7 +23,8 @@ Draft = Annotated[
     ),
 ]
 Compose = Annotated[
-    str | None, typer.Option(help="How several drafts work together: staged or nested.")
+    str | None,
+    typer.Option(help="How several drafts work together: staged, nested or tree."),
 ]
 DraftNumLayers = Annotated[
     int | None,
@@ -39,11 +40,19 @@ NumDraftTokens = Annotated[
         "for each, as 4,2."
     ),
 ]
-Rule = Annotated[
-    str,
+Branching = Annotated[
+    str | None,
     typer.Option(
-        help="rejection, block, coupled or multi_draft; lenience and typical need "
-        "--allow-lossy."
+        help="Draft a tree instead of a chain: children of each node, level by level, "
+        "as 3,2,1. It takes the place of --num-draft-tokens."
+    ),
+]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        help="rejection, block, coupled or multi_draft; by default rejection, and "
+        "multi_draft for trees, which rejection and block do not judge. lenience and "
+        "typical need --allow-lossy."
     ),
 ]
 AllowLossy = Annotated[
@@ -165,6 +174,31 @@ def read_lengths(num_draft_tokens: str) -> Any:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
+def read_tree(branching: str | None, num_draft_tokens: str) -> dict[str, Any]:
+    """Returns what a config says of the draft's shape; a tree's K is its depth.
+
+    Raises:
+      ValueError: One of them is malformed.
+
+    Example:
+      >>> read_tree("3,2", "4")
+      {'branching': [3, 2], 'num_draft_tokens': 2}
+    """
+    if branching is None:
+        lengths = read_lengths(num_draft_tokens)
+        return {"branching": None, "num_draft_tokens": lengths}
+    from specdec_jax.drafters import branching_parents
+
+    parts = [part.strip() for part in branching.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(
+            f"branching is {branching!r}; give whole numbers of at least 1, as 3,2,1"
+        )
+    numbers = [int(part) for part in parts]
+    branching_parents(numbers)
+    return {"branching": numbers, "num_draft_tokens": len(numbers)}
+
+
 def check_lengths(config: Mapping[str, Any]) -> None:
     """Refuses a draft length below 1, for commands that need a draft.
 
@@ -184,19 +218,24 @@ def told_drafts(config: Mapping[str, Any]) -> str:
       >>> told_drafts({"draft": ["a", "ngram"], "compose": "staged"})
       'a, ngram (staged)'
     """
-    draft = config["draft"]
-    if isinstance(draft, list):
-        return f"{', '.join(draft)} ({config['compose']})"
-    return str(draft)
+    draft, tree = config["draft"], config.get("branching")
+    ways = [config["compose"]] if isinstance(draft, list) else []
+    ways += [f"branching {','.join(map(str, tree))}"] if tree else []
+    names = ", ".join(draft) if isinstance(draft, list) else str(draft)
+    return f"{names} ({', '.join(ways)})" if ways else names
 
 
-def rule_facts(rule: str, allow_lossy: bool) -> dict[str, Any]:
-    """Returns what a config says of the rule.
+def rule_facts(
+    rule: str | None, allow_lossy: bool, *, on_trees: bool = False
+) -> dict[str, Any]:
+    """Returns what a config says of the rule; the default for chains or trees of None.
 
     Example:
       >>> rule_facts("block", False)
       {'rule': 'block', 'allow_lossy': False, 'lossless': True}
     """
+    if rule is None:
+        rule = "multi_draft" if on_trees else "rejection"
     lossless = rule not in LOSSY
     return {"rule": rule, "allow_lossy": allow_lossy, "lossless": lossless}
 
@@ -227,6 +266,7 @@ def load_decoder(config: Mapping[str, Any], **replaced: Any) -> Any:
     enable_compilation_cache()
     names = (
         "compose",
+        "branching",
         "num_draft_tokens",
         "rule",
         "allow_lossy",

@@ -12,7 +12,7 @@ duplicates' children to one node.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,11 @@ class JoinedTrees:
     def siblings(self) -> str:
         """Independent, or ranked if merged."""
         return "ranked" if self.merge else "independent"
+
+    @property
+    def model(self) -> tuple[Any, ...]:
+        """The models that draft, in the structure of `Params.draft`."""
+        return tuple(tree.model for tree in self.trees)
 
     def init(self, params, batch_size, capacity, inputs=None):
         """Returns the trees' empty states."""

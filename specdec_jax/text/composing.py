@@ -2,6 +2,7 @@
 
 staged   the drafts share the K tokens of a round, in the order given
 nested   each draft is itself drafted by the next one
+tree     each draft grows branches of its own in one tree
 """
 
 import difflib
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.base import Drafter, Variables
-from specdec_jax.drafters import EarlyExit, ModelDrafter, Nested, Staged
+from specdec_jax.drafters import EarlyExit, JoinedTrees, ModelDrafter, Nested, Staged
 from specdec_jax.drafters.staged import share
 from specdec_jax.text.requests import per_prompt
 
@@ -57,6 +58,13 @@ def _nested(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
     return drafter, variables
 
 
+def _tree(lengths: Sequence[int], make: Make) -> tuple[Drafter, Variables]:
+    made = [make(index, length) for index, length in enumerate(lengths)]
+    trees: Any = tuple(one for one, _ in made)
+    merge = any(tree.siblings != "independent" for tree in trees)
+    return JoinedTrees(trees, merge), tuple(own for _, own in made)
+
+
 def _shrinking(num_draft_tokens: int, number: int) -> list[int]:
     """Returns K, and less by one for each draft inside: an inner round adds a token.
 
@@ -70,6 +78,7 @@ def _shrinking(num_draft_tokens: int, number: int) -> list[int]:
 COMPOSE: dict[str, Composition] = {
     "staged": Composition(_staged, share),
     "nested": Composition(_nested, _shrinking),
+    "tree": Composition(_tree, lambda num_draft_tokens, n: [num_draft_tokens] * n),
 }
 """Compositions by name."""
 
@@ -135,5 +144,5 @@ def check_composition(drafts: Sequence[Any], compose: str | None) -> None:
         if draft is None or draft == "none" or not isinstance(draft, str):
             raise ValueError(
                 f"{draft!r} is among the drafts to compose; name drafts that draft, or "
-                "compose drafter objects yourself, as Staged and Nested do"
+                "compose drafter objects yourself, as Staged, Nested and JoinedTrees do"
             )

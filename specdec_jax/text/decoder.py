@@ -39,7 +39,8 @@ class SpeculativeDecoder:
       params: Variables of the target and of the drafter.
       tokenizer: A transformers tokenizer; None leaves prompts and results as ids.
       drafter: Where proposals come from; None is plain decoding.
-      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object.
+      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object; None is rejection
+        for chains, multi_draft or coupled for trees.
       allow_lossy: Permits rules that change the text's distribution.
       eos_token_ids: Ids that end a text unless a call says otherwise.
       bos_token_id: What an empty prompt begins with.
@@ -58,7 +59,7 @@ class SpeculativeDecoder:
         tokenizer: Any = None,
         drafter: Drafter | None = None,
         *,
-        rule: str | AcceptanceRule = "rejection",
+        rule: str | AcceptanceRule | None = None,
         allow_lossy: bool = False,
         eos_token_ids: Sequence[int] = (),
         bos_token_id: int | None = None,
@@ -95,7 +96,8 @@ class SpeculativeDecoder:
         *,
         compose: str | None = None,
         num_draft_tokens: int | Sequence[int] = 4,
-        rule: str | AcceptanceRule = "rejection",
+        branching: Sequence[int] | None = None,
+        rule: str | AcceptanceRule | None = None,
         allow_lossy: bool = False,
         dtype: Any = "float32",
         mesh: Any = None,
@@ -110,12 +112,15 @@ class SpeculativeDecoder:
             `makers.DRAFTS`; None or "none" (plain decoding); or a drafter that has no
             variables and its own K. Options may follow a name, as in "name:layers=8",
             see `free_drafts`. A list of drafts needs `compose`.
-          compose: How several drafts work together: "staged" or "nested", see
-            `drafters.Staged` and `drafters.Nested`.
+          compose: How several drafts work together: "staged", "nested" or "tree", see
+            `drafters.Staged`, `Nested` and `JoinedTrees`.
           num_draft_tokens: Tokens drafted a round, K; 0 is plain decoding. Staged
             drafts share it evenly; of nested ones the outermost drafts K and each one
             inside a token less. A list has one number a draft.
-          rule: "rejection", "block", "coupled", "multi_draft" or a rule object.
+          branching: Drafts a tree instead of a chain of K: the children of each node,
+            level by level, as (3, 2, 1). With compose "tree" each draft grows one.
+          rule: "rejection", "block", "coupled", "multi_draft" or a rule object. None is
+            rejection for chains and multi_draft for trees.
           allow_lossy: Permits rules that change the text's distribution, such as
             "lenience" and "typical".
           dtype: Of the weights and the arithmetic of target and draft.
@@ -142,6 +147,8 @@ class SpeculativeDecoder:
             draft_num_layers,
             placement,
             compose,
+            branching,
+            rule,
         )
         return cls(
             loaded.model,

@@ -12,7 +12,8 @@ from specdec_jax.base import AcceptanceRule, Drafter
 from specdec_jax.drafters import NoDrafter
 from specdec_jax.sharding import Placement, check, read_shards
 from specdec_jax.text.composing import COMPOSE, check_composition, draft_lengths
-from specdec_jax.text.makers import DRAFTS, Ask, maker_of, read_name
+from specdec_jax.text.makers import CHECKPOINT, DRAFTS, Ask, maker_of, read_name
+from specdec_jax.text.trees import JUDGE, read_shape
 
 DEFAULT_TARGET, DEFAULT_DRAFT = "pystd-5m", "pystd-draft"
 """The bundled pair, which the command line uses unless told otherwise."""
@@ -31,7 +32,7 @@ def default_draft(target: str, draft_num_layers: int | None = None) -> str:
 
 
 def find_rule(
-    rule: str | AcceptanceRule,
+    rule: str | AcceptanceRule | None,
     drafter: Drafter | None = None,
     *,
     allow_lossy: bool = False,
@@ -39,18 +40,24 @@ def find_rule(
     """Returns the acceptance rule of a name; a rule object is returned as it is.
 
     Args:
-      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object.
+      rule: A name of `acceptance.RULES` or `LOSSY`, or a rule object; None is the
+        default for such drafts: rejection for chains, multi_draft for drawn trees,
+        coupled for other trees.
       drafter: Whose drafts it is to judge: the name "multi_draft" stands for the kind
         that fits its siblings.
       allow_lossy: Whether the rule may change the text's distribution.
 
     Raises:
-      ValueError: There is no such rule, or it is lossy and that is not permitted.
+      ValueError: There is no such rule, it cannot judge the drafter's drafts, or it is
+        lossy and that is not permitted.
 
     Example:
       >>> find_rule("coupled")
       Coupled()
     """
+    siblings = "none" if drafter is None else drafter.siblings
+    if rule is None:
+        rule = JUDGE.get(siblings, "multi_draft")
     found: Any = _named_rule(rule) if isinstance(rule, str) else rule
     if not callable(found) or not hasattr(found, "law"):
         raise ValueError(
@@ -62,8 +69,14 @@ def find_rule(
             "then not the target's; permit it with allow_lossy=True (--allow-lossy), "
             f"or use {', '.join(RULES)}"
         )
-    if rule == "multi_draft" and drafter is not None and drafter.siblings in KINDS:
-        return MultiDraft(drafter.siblings)
+    if rule == "multi_draft" and siblings in KINDS:
+        found = MultiDraft(siblings)
+    if siblings not in found.siblings:
+        raise ValueError(
+            f"the rule {rule} does not judge the trees of {drafter}, whose siblings "
+            f"are {siblings}: the text's distribution would not be the target's; use "
+            f"{JUDGE.get(siblings, 'multi_draft or coupled')}"
+        )
     return found
 
 
@@ -85,6 +98,8 @@ def load_pair(
     draft_num_layers: int | None,
     placement: Placement | None = None,
     compose: str | None = None,
+    branching: Sequence[int] | None = None,
+    rule: str | AcceptanceRule | None = None,
 ) -> tuple[Any, Drafter, Any]:
     """Loads a target and what drafts for it; see `SpeculativeDecoder.from_pretrained`.
 
@@ -101,8 +116,15 @@ def load_pair(
 
     drafts = _as_drafts(draft)
     check_composition(drafts, compose)
+    by_name = rule is None or rule == "multi_draft"
+    kinds = KINDS if by_name else find_rule(rule, allow_lossy=True).siblings
+    shape = read_shape(branching, compose, rule, kinds)
+    if shape is not None and shape.branching is not None:
+        num_draft_tokens = len(shape.branching)
     lengths = draft_lengths(num_draft_tokens, len(drafts), compose)
     named = read_drafts(draft, draft_num_layers)
+    if shape is not None:
+        _check_models(drafts, named)
     on: Callable[..., dict[str, Any]] = lambda **_: {}  # noqa: E731
     if placement is not None:
         on = partial(_placer, placement, str(target))
@@ -124,11 +146,22 @@ def load_pair(
     def make(index: int, length: int) -> tuple[Drafter, Any]:
         name, options = named[index]
         ask = Ask(name, loaded, length, options, load_draft)
-        return maker_of(name).make(ask)
+        drafter, variables = maker_of(name).make(ask)
+        return shape.grow(drafter, name) if shape else drafter, variables
 
     if compose is None:
         return loaded, *make(0, lengths[0])
     return loaded, *COMPOSE[compose].make(lengths, make)
+
+
+def _check_models(drafts: list[Any], named: list[tuple[str, dict[str, str]]]) -> None:
+    """Refuses drafts that are no models, and so grow no trees."""
+    for one, (name, _) in zip(drafts, named, strict=True):
+        if _is_drafter(one) or maker_of(name) is not CHECKPOINT:
+            raise ValueError(
+                f"the draft is {one!r}, and trees are drafted by a model; name a "
+                "checkpoint, or leave out branching"
+            )
 
 
 def _placer(placement: Placement, name: str, *, draft: bool) -> dict[str, Any]:
