@@ -13,8 +13,10 @@ from specdec_jax.base import Params
 from specdec_jax.drafters import (
     EarlyExit,
     ModelDrafter,
+    Nested,
     NgramDrafter,
     NoDrafter,
+    Staged,
     first_layers,
 )
 from specdec_jax.networks import Decoder, DecoderConfig
@@ -41,8 +43,9 @@ def variables(model):
     return model.init(jax.random.key(0), tokens, model.init_cache(1, 8))
 
 
-def start(drafter, temperature, batch=2, target=TARGET):
-    params = Params(variables(target), variables(DRAFT))
+def start(drafter, temperature, batch=2, target=TARGET, pair=False):
+    draft = variables(DRAFT)
+    params = Params(variables(target), ((draft, None), None) if pair else draft)
     state = decode.init(
         params, jax.random.key(0), jnp.ones((batch, 20), jnp.int32),
         jnp.full((batch,), 5, jnp.int32), target=target, drafter=drafter,
@@ -51,9 +54,9 @@ def start(drafter, temperature, batch=2, target=TARGET):
     return params, state
 
 
-def loop_text(drafter, rule, temperature, target=TARGET):
+def loop_text(drafter, rule, temperature, target=TARGET, **options):
     """The compiled text of a whole run, and the shapes of caches and weights in it."""
-    params, state = start(drafter, temperature, target=target)
+    params, state = start(drafter, temperature, target=target, **options)
     run = partial(decode.run, target=target, drafter=drafter, rule=rule)
     text = jax.jit(run, donate_argnums=1).lower(params, state).compile().as_text()
     caches = (state.cache, state.drafter_state)
@@ -84,6 +87,13 @@ def moved(text, shapes):
 )  # fmt: skip
 def test_a_round_copies_no_cache_and_no_weight(drafter, rule):
     text, shapes = loop_text(drafter, rule, 0.9)
+    assert len(shapes) > 5
+    assert moved(text, shapes) == []
+
+
+def test_rounds_inside_a_draft_copy_no_cache_and_no_weight():
+    drafter = Staged((Nested(DRAFT, NgramDrafter(2), 3), NgramDrafter(1)))
+    text, shapes = loop_text(drafter, Rejection(), 0.9, pair=True)
     assert len(shapes) > 5
     assert moved(text, shapes) == []
 
