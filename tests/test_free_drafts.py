@@ -303,22 +303,14 @@ def plain():
 
 def network_drafters():
     small = network(1)
-    variables = random_variables(small, 1)
-    trimmed, kept = trim(small, variables, range(0, 97, 2))
-    table = fit_bigram(np.random.default_rng(2).integers(0, 97, 500), 97)
-    cut = first_layers(TARGET, 1)
-    stop = Stop(below=0.3, entropy=4.0)
+    trimmed, kept = trim(small, random_variables(small, 1), range(0, 97, 2))
     return {
-        "early exit": (EarlyExit(cut, 3), None),
-        "early exit, adaptive": (Adaptive(EarlyExit(cut, 4, stop), 2), None),
-        "trimmed": (ModelDrafter(trimmed, 3), kept),
-        "bigram": (ModelDrafter(LookupTable(97), 3, stop=stop), table),
+        "early exit": (EarlyExit(first_layers(TARGET, 1), 3), None),
+        "trimmed": (ModelDrafter(trimmed, 3, stop=Stop(0.3, 4.0)), kept),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["early exit", "early exit, adaptive", "trimmed", "bigram"]
-)
+@pytest.mark.parametrize("name", ["early exit", "trimmed"])
 def test_text_of_a_network_is_plain_text(name, plain):
     """Ragged budgets, greedy rows beside sampled ones, a window in one layer."""
     params, expected = plain
@@ -512,7 +504,6 @@ def greedy_ids(checkpoints):
         "early_exit:layers=1,adaptive=2",
         "bigram:corpus={corpus},below=0.05",
         "{draft}:tokenizer=shared,vocab=128,corpus={corpus},entropy=9",
-        "ngram_counts:size=2",
     ],
 )
 def test_drafts_by_name_give_plain_greedy_text(name, checkpoints, greedy_ids):
@@ -523,7 +514,7 @@ def test_drafts_by_name_give_plain_greedy_text(name, checkpoints, greedy_ids):
         decoder = SpeculativeDecoder.from_pretrained(target, name, num_draft_tokens=3)
     results = decoder.generate(PROMPTS, max_new_tokens=[9, 14, 3])
     assert [result.token_ids for result in results] == greedy_ids
-    assert sum(result.num_drafted for result in results) > 2
+    assert sum(result.num_drafted for result in results) > 3
 
 
 @pytest.mark.parametrize(
