@@ -517,6 +517,19 @@ def test_drafts_by_name_give_plain_greedy_text(name, checkpoints, greedy_ids):
     assert sum(result.num_drafted for result in results) > 3
 
 
+@pytest.mark.slow
+def test_early_exit_of_the_bundled_target_gives_its_plain_text():
+    prompts = ["def read_lines(path):\n", "import os\nimport"]
+    plain, exits = (
+        SpeculativeDecoder.from_pretrained("pystd-5m", draft, num_draft_tokens=3)
+        for draft in (None, "early_exit")
+    )
+    found = exits.generate(prompts, max_new_tokens=24)
+    expected = plain.generate(prompts, max_new_tokens=24)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert sum(one.num_drafted for one in found) > 20
+
+
 @pytest.mark.parametrize(
     "name, message",
     [

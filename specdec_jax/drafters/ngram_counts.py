@@ -11,9 +11,9 @@ where size(j) is how many of the last tokens the text before j repeats, up to
 places that match nothing do not vote, and where no place does there is no law: the
 drafter proposes nothing.
 
-On texts that the bundled target draws at temperature 1, alpha is .257 of the places
-with a match, where the likeliest vote alone has .226; `sharpness` from 1 to 64 moves it
-by .006.
+On texts that the bundled target draws at temperature 1, alpha is .257 at the places
+with a match; prompt lookup has .217 there, and the likeliest vote alone .226. From 1 to
+64, `sharpness` moves it by .006.
 
 It is a `base.LanguageModel` without weights: `ModelDrafter(NgramCounts(V), K)` drafts
 with it, and composed drafters take it as any other model. Counting takes [B, T] work a
