@@ -6,6 +6,7 @@ audit is worth what it catches here, and what it lets pass: `CONTROLS` are right
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -184,6 +185,9 @@ FAULTS: dict[str, Fault] = {
     "tree: likeliest children told as drawn": Fault(
         LAW, "drafter", _tree(tree_parts.LikeliestToldAsDrawn), "B.6.2", True
     ),
+    "tree: children pruned by their probability": Fault(
+        LAW, "drafter", tree_parts.PrunesUnlikely(_MODEL, (-1, -1, -1)), "B.6.2", True
+    ),
     "nested: inner draft's law reported": Fault(
         LAW, "drafter", _nested(parts.NestedMisreported), "B.5"
     ),
@@ -279,10 +283,20 @@ def run_fault(name: str) -> Outcome:
 
 
 def run_control(name: str) -> str | None:
-    """Returns the level that objects to a right rule; None is as it should be."""
-    return first_objection(
-        right_subject()._replace(rule=CONTROLS[name]), LEVELS["rule"]
-    )
+    """Returns the level that objects to a right rule; None is as it should be.
+
+    The rule judges chains, and trees of every kind of siblings that it can.
+    """
+    rule = CONTROLS[name]
+    for siblings in rule.siblings:
+        right, levels = right_subject(), LEVELS["rule"]
+        if siblings != "none":
+            right, levels = right_subject(on_trees=True), LEVELS["drafter"]
+            right = right._replace(drafter=replace(right.drafter, siblings=siblings))
+        found = first_objection(right._replace(rule=rule), levels)
+        if found is not None:
+            return found
+    return None
 
 
 def first_objection(

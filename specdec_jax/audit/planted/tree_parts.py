@@ -86,3 +86,25 @@ class LikeliestToldAsDrawn(TreeDrafter):
         if told.log_probs is None:  # a greedy draft is ranked and honest
             return draft, state, cache
         return draft._replace(log_probs=told.log_probs), state, cache
+
+
+@dataclass(frozen=True)
+class PrunesUnlikely(TreeDrafter):
+    """Draws children of the root and keeps the likeliest, in the order drawn."""
+
+    kept: int = 2
+
+    def draft(self, state, context):
+        """See `base.Drafter`."""
+        draft, state, cache = super().draft(state, context)
+        if draft.log_probs is None:  # a greedy draft is one-hot and honest
+            return draft, state, cache
+        tokens = draft.tokens[..., None]
+        chance = jnp.take_along_axis(draft.log_probs, tokens, axis=2)[..., 0]
+        likelier = (chance[:, None] > chance[..., None]).sum(-1, dtype=jnp.int32)
+        order = jnp.argsort(likelier >= self.kept, axis=1, stable=True)
+        draft = draft._replace(
+            tokens=jnp.take_along_axis(draft.tokens, order, axis=1),
+            num_valid=jnp.minimum(draft.num_valid, self.kept),
+        )
+        return draft, state, cache
