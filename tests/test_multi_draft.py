@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_decode
+import toy
 from coins import Injected, law_by_coins
 
 from specdec_jax.acceptance import EVERY_RULE, Coupled, MultiDraft, Rejection
@@ -18,8 +20,10 @@ from specdec_jax.audit.enumeration import (
     random_tables,
     tree_deviation,
 )
-from specdec_jax.audit.statistics import goodness_of_fit
+from specdec_jax.audit.planted.trees import NotRenormalised
+from specdec_jax.audit.statistics import goodness_of_fit, joint_counts
 from specdec_jax.base import Draft
+from specdec_jax.drafters import TreeDrafter
 from specdec_jax.rng import RoundNoise
 
 KINDS = ("independent", "distinct")
@@ -286,6 +290,19 @@ def test_more_siblings_keep_more_and_all_distinct_ones_are_never_rejected():
     np.testing.assert_allclose(kept["distinct"][:, 2], 1, atol=1e-12)
 
 
+def test_independent_siblings_of_one_law_may_be_equal_and_both_are_judged():
+    """At the root of a certain draft all siblings are one token: the second is lost."""
+    row = jnp.log(jnp.array([0.0, 1.0, 0.0, 0.0]))
+    draft = Draft(
+        jnp.array([1, 1], jnp.int32), jnp.int32(2), jnp.tile(row, (2, 1)),
+        jnp.full((2,), -1, jnp.int32),
+    )  # fmt: skip
+    target = jnp.log(jnp.full((3, 4), 0.25))
+    stop, rows = MultiDraft("independent").law(draft, target)
+    np.testing.assert_allclose(stop, [0.75, 0.25, 0], atol=1e-6)
+    np.testing.assert_allclose(rows[0], [1 / 3, 0, 1 / 3, 1 / 3], atol=1e-6)
+
+
 TREE_FAULTS = [
     n for n, f in faults.FAULTS.items() if f.source == "B.6.2" and f.part == "rule"
 ]
@@ -313,3 +330,14 @@ def test_a_planted_fault_draws_what_it_says(name):
     stop = np.asarray(rule.law(draft, target)[0], np.float64)
     counts = np.bincount(np.asarray(ends), minlength=len(stop))
     assert goodness_of_fit(counts, stop / stop.sum()) > 1e-6
+
+
+@pytest.mark.slow
+def test_the_real_loop_shows_a_wrong_rule():
+    """So the law of the loop's text is that of the rule, not of the tests above."""
+    law = toy.joint_law(test_decode.TARGET, test_decode.TABLE, (2, 0, 1), 4)
+    drafter = TreeDrafter(test_decode.TARGET, (-1, -1, 0, 0, 2))
+    for rule, right in [(MultiDraft(), True), (NotRenormalised(), False)]:
+        _, tokens = test_decode.emitted_by_many(drafter, test_decode.OTHER_TABLE, rule)
+        fit = goodness_of_fit(joint_counts(tokens, test_decode.VOCAB), law)
+        assert (fit > 1e-6) == right
