@@ -280,6 +280,33 @@ def test_with_two_tokens_of_window_a_stage_drafts_from_a_cache_with_holes():
     assert (counts.num_accepted < counts.num_drafted).any()
 
 
+class NearSighted(Nested):
+    """Leaves the inner drafter the window of the loop's own drafter, 2 tokens."""
+
+    def _parts(self, params):
+        return self.middle, self.inner, Params(*params.draft)
+
+
+def test_with_two_tokens_of_window_a_rows_text_depends_on_its_company():
+    """Other rows keep inner rounds going, which happen to fill holes; or do not."""
+    drafter, tables = NearSighted(TARGET, loop.model(2), 3), (DRAFT_TABLE, OTHER_TABLE)
+    keys = rng.request_keys(jax.random.key(5), 4)
+
+    def texts(order):
+        rows = jnp.array(order)
+        return loop.texts(
+            loop.run(
+                drafter, tables, temperature=tuple(loop.MIXED[i] for i in order),
+                prompts=PROMPTS[rows], lengths=LENGTHS[rows], keys=keys[rows],
+                budget=24,
+            )
+        )  # fmt: skip
+
+    together = texts(range(4))
+    among_equals = [texts([row] * 4)[0] for row in range(4)]
+    assert among_equals != together
+
+
 def test_windows_reach_every_cache_inside():
     drafter = Staged((Nested(TARGET, loop.model(1), 2), NgramDrafter(2)))
     wide = with_window(drafter, 9)
