@@ -35,7 +35,8 @@ class Result:
       policy_logprobs: The same under the sampling settings.
       origins: "accepted", "corrected" or "bonus" for each token.
       rounds: Target passes that emitted something.
-      num_drafted: Tokens proposed in these rounds.
+      num_drafted: Tokens proposed in these rounds; of a tree all nodes, of which one
+        path can be emitted.
       num_accepted: Proposed tokens that were emitted.
       acceptance_histogram: Entry n is the number of rounds that emitted n drafts.
       lossless: Whether the rule keeps the target's distribution; not so of a lossy one.
