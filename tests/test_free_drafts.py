@@ -374,20 +374,31 @@ def test_a_trimmed_head_scores_as_the_whole_one(tied, tiled):
     assert not [line for line in text.splitlines() if "dot" in line and "192]" in line]
 
 
-def test_a_draft_with_nothing_to_say_proposes_nothing():
-    """No n-gram matches, or every kept id is banned: a plain step, and no NaN."""
-    params = Params(random_variables(TARGET))
-    state = run(TARGET, params, ModelDrafter(NgramCounts(97), 3))
-    counts = state.counts
-    assert (counts.num_drafted < 3 * counts.rounds).all()
+def test_a_draft_whose_ids_are_all_banned_proposes_nothing():
+    """Its policy row is no law: plain steps, in a batch with rows that draft."""
+    model, variables = trim(MODEL, toy.table(jax.random.key(2), VOCAB), [0])
+    params = Params(toy.table(jax.random.key(1), VOCAB), variables)
+    settings = Sampling(temperature=1.0, banned_tokens=((0,), ()))
+    state = jax.jit(
+        partial(
+            decode.generate, target=MODEL, drafter=ModelDrafter(model, K),
+            rule=Rejection(), max_new_tokens=12,
+        )
+    )(
+        params, jax.random.key(0), jnp.array([[1, 2], [2, 1]]), jnp.array([2, 2]),
+        sampling=settings.rows(2, VOCAB),
+    )  # fmt: skip
     assert (state.finish == decode.LENGTH).all()
+    assert 0 not in state.tokens[0, 2:14]
+    assert state.counts.num_drafted[0] == 0 and state.counts.num_drafted[1] > 0
 
 
 def test_counts_say_what_followed():
     model = NgramCounts(7, max_ngram=2, sharpness=10)
     tokens = jnp.array([[1, 2, 3, 5, 2, 3, 6, 1, 2], [4, 4, 0, 0, 0, 0, 0, 0, 0]])
+    apply = jax.jit(model.apply)
     cache = model.init_cache(2, 12)
-    output, cache = model.apply(None, tokens, cache)
+    output, cache = apply(None, tokens, cache)
     # After `1 2`: `1 2` was followed by 3 once, and a lone 2 by 3 once.
     probs = jax.nn.softmax(output.logits[0, 8])
     np.testing.assert_allclose(probs, np.eye(7)[3], atol=1e-6)
@@ -395,7 +406,7 @@ def test_counts_say_what_followed():
     np.testing.assert_allclose(jax.nn.softmax(output.logits[0, 5]), np.eye(7)[5])
     # Rolled back to `1 2 3 5 2`, then 9 unseen: nothing to say.
     back = cache.rewind(jnp.array([5, 1]))
-    output, _ = model.apply(None, jnp.array([[6], [4]]), back)
+    output, _ = apply(None, jnp.array([[6], [4]]), back)
     assert (output.logits[0, 0] == -jnp.inf).all()
     np.testing.assert_allclose(jax.nn.softmax(output.logits[1, 0]), np.eye(7)[4])
     one = model.apply(
