@@ -155,8 +155,10 @@ def test_names_become_rules_that_fit_the_drafter():
 
     assert find_rule("multi_draft", Forest(2)) == MultiDraft("independent")
     assert find_rule("multi_draft", NgramDrafter(2)) == MultiDraft("distinct")
-    own = MultiDraft("distinct")
+    own = MultiDraft("independent")
     assert find_rule(own, Forest(2)) is own
+    with pytest.raises(ValueError, match="whose siblings are independent"):
+        find_rule(MultiDraft("distinct"), Forest(2))
     with pytest.raises(ValueError, match="did you mean 'typical'"):
         find_rule("typicl")
 
