@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import jax
 import pytest
 import tiny
 
@@ -36,29 +38,65 @@ def texts(rule, size, **options):
     return [(one.token_ids, one.rounds) for one in results]
 
 
-CHILD = """
+JOIN = """
 import json, os, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 from specdec_jax.sharding import initialize
-coordinator, number, cases = sys.argv[1:]
+coordinator, number, argument = sys.argv[1:]
 initialize(coordinator, 2, int(number), timeout_seconds=60)
 assert len(jax.devices()) == 8 and jax.process_count() == 2
 import test_processes as t
-found = [t.texts(rule, size, mesh=mesh) for rule, size, mesh in json.loads(cases)]
+"""
+
+SAY = """
+cases = json.loads(argument)
+found = [t.texts(rule, size, mesh=mesh) for rule, size, mesh in cases]
 print(json.dumps(found))
 """
 
+LOAD = """
+print(json.dumps(t.memory_of_loading(argument)))
+"""
 
-def test_two_processes_say_what_one_says():
-    cases = [("rejection", 5, "data=4,model=2"), ("coupled", 8, "model=8")]
-    if FULL:
-        cases = [(r, n, mesh) for r in RULES for n in (5, 8) for mesh in MESHES]
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+
+def memory_of_loading(path):
+    """Bytes that loading puts on this process's devices, and the most it takes."""
+    from specdec_jax import SpeculativeDecoder
+
+    def held():
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+    done, most = threading.Event(), []
+
+    def watch():
+        while not done.wait(0.002):
+            most.append(held())
+
+    # Imports and threads are there before anything is measured.
+    mesh = "data=4,model=2"
+    SpeculativeDecoder.from_pretrained(f"{path}-small", "none", mesh=mesh)
+    before, watcher = held(), threading.Thread(target=watch)
+    watcher.start()
+    decoder = SpeculativeDecoder.from_pretrained(path, "none", mesh=mesh)
+    done.set()
+    watcher.join()
+    leaves = jax.tree.leaves(decoder.engine.params)
+    placed = sum(
+        part.data.nbytes for leaf in leaves for part in leaf.addressable_shards
+    )
+    return {"placed": placed, "peak": max(most) - before}
+
+
+def two_processes(program, argument):
+    """What each of two joined processes prints last, from JSON."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     coordinator = f"localhost:{local.free_port()}"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, coordinator, str(i), json.dumps(cases)],
+            [sys.executable, "-c", JOIN + program, coordinator, str(i), argument],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,9 +106,27 @@ def test_two_processes_say_what_one_says():
     outputs = [child.communicate(timeout=900) for child in children]
     for child, (_, error) in zip(children, outputs, strict=True):
         assert child.returncode == 0, error.decode()[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_two_processes_say_what_one_says():
+    cases = [("rejection", 5, "data=4,model=2"), ("coupled", 8, "model=8")]
+    if FULL:
+        cases = [(r, n, mesh) for r in RULES for n in (5, 8) for mesh in MESHES]
     alone = json.loads(json.dumps([texts(rule, size) for rule, size, _ in cases]))
-    for out, _ in outputs:
-        assert json.loads(out.splitlines()[-1]) == alone
+    for found in two_processes(SAY, json.dumps(cases)):
+        assert found == alone
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_no_process_ever_holds_the_whole_checkpoint(tmp_path):
+    path = tiny.save_checkpoint(tmp_path / "large", num_layers=16, width=512)
+    tiny.save_checkpoint(tmp_path / "large-small")
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    for found in two_processes(LOAD, path):
+        # Beside what lies on its four devices a process holds a few tensors.
+        assert found["placed"] >= 2 * size * 0.9
+        assert found["peak"] - found["placed"] < size / 4, found
 
 
 def test_the_local_launcher_writes_one_file(tmp_path, capsys, monkeypatch):
