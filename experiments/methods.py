@@ -13,8 +13,11 @@ lengths or trees, the one that is fastest on prompts of its own is taken. Beside
     python experiments/methods.py --smoke    two methods of the bundled target
 """
 
+import sysconfig
+import tempfile
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import calibrated
@@ -78,6 +81,9 @@ def tree(draft: Any, shapes: Any, rule: str, **options: Any) -> Any:
     ]
 
 
+CORPUS = ("argparse.py", "inspect.py", "subprocess.py", "tarfile.py", "typing.py")
+"""Modules of the standard library that tables are counted on."""
+
 SMALL = "pystd-draft"
 LOWER = "smollm2-135m:layers=8"
 METHODS: dict[str, dict[str, Any]] = {
@@ -109,7 +115,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "early exit": chain("early_exit:layers=8", (2,)),
         "n-grams": chain("ngram", (4, 8)),
         "n-gram counts": chain("ngram_counts", (4,)),
-        "bigram": chain("bigram", (2,)),
     },
 }
 """Methods of each target by name: variants, of which one is chosen."""
@@ -144,8 +149,22 @@ def _entries(config, target):
 
 
 def _decoder(target, variant):
+    """Loads a target and a variant; tables are counted on the corpus."""
     jax.clear_caches()  # programs of all methods would fill the process's memory map
-    return SpeculativeDecoder.from_pretrained(target, **variant)
+    drafts = variant["draft"]
+    several = isinstance(drafts, tuple)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.txt"
+        library = Path(sysconfig.get_path("stdlib"))
+        texts = [(library / name).read_text("utf-8") for name in CORPUS]
+        corpus.write_text("\n".join(texts), encoding="utf-8")
+        named = [
+            f"{one}:corpus={corpus}" if one in ("bigram", "unigram") else one
+            for one in (drafts if several else [drafts])
+        ]
+        return SpeculativeDecoder.from_pretrained(
+            target, **variant | {"draft": named if several else named[0]}
+        )
 
 
 def _choose(config, target, variants):

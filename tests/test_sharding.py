@@ -126,7 +126,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.skipif(not FULL, reason="takes minutes")
-def test_real_weights_give_the_same_texts_up_to_near_ties():
+@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_real_weights_give_the_same_texts_up_to_near_ties(rule, size):
     """The bundled pair; each difference is explained and counted."""
     prompts = [
         "def main():\n",
@@ -134,12 +136,15 @@ def test_real_weights_give_the_same_texts_up_to_near_ties():
         "for i in",
         "x = [",
         "try:\n    ",
-    ]
-    sampling = Sampling(temperature=[0.0, 0.0, 1.0, 1.0, 0.8])
+        "class Node:\n",
+        "return",
+        "def __init__(self",
+    ][:size]
+    sampling = Sampling(temperature=[0.0, 0.0, 1.0, 1.0, 0.8, 0.0, 1.2, 1.0][:size])
 
     def texts(**options):
         decoder = SpeculativeDecoder.from_pretrained(
-            "pystd-5m", "pystd-draft", rule="coupled", **options
+            "pystd-5m", "pystd-draft", rule=rule, **options
         )
         return decoder, decoder.generate(prompts, max_new_tokens=24, sampling=sampling)
 
@@ -159,8 +164,10 @@ def test_real_weights_give_the_same_texts_up_to_near_ties():
                 sampling=Sampling(temperature=sampling.temperature[row]),
                 key=jax.random.fold_in(jax.random.key(0), row),
             )
-            assert difference is None or difference.near_tie, (mesh, difference)
             ties += difference is not None
+            if rule == "rejection" and sampling.temperature[row]:
+                continue  # its coins are not known here: only counted
+            assert difference is None or difference.near_tie, (mesh, difference)
     assert ties <= len(prompts) * len(MESHES) // 4
     print(f"{ties} near-ties")
 
