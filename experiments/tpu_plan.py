@@ -106,6 +106,7 @@ def draw(record):
             axis.bar_label(bars, fmt=form, padding=2)
     traffic.axhline(1.5, color=common.RED, linewidth=1)
     memory.axhline(10, color=common.RED, linewidth=1)
+    traffic.set_ylim(0, 1.7)
     traffic.set_title("traffic of a round over the ideal")
     memory.set_title("temporaries, % of weights and caches")
     for axis in (traffic, memory):

@@ -152,3 +152,18 @@ def test_right_rules_keep_the_law_and_each_shortcut_is_detected():
             off = abs(length["mean"] - length["theory_mean"])
             assert off < 4 * length["standard_error"]
     assert found["greedy"]["different_tokens"] == 0
+
+
+def test_compiled_rounds_are_lean_on_tpus():
+    path = FOLDER / "results" / "tpu_plan.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check(record)
+    lean = [name for name in record["after"] if "70b" not in name]
+    assert lean == list(record["before"]) and len(lean) == 4
+    for name in lean:
+        before, after = (record[kind][name] for kind in ("before", "after"))
+        assert after["fits"] and after["round"]["bytes_ratio"] <= 1.5
+        assert max(after["temporaries_share"].values()) <= 0.1
+        # Nothing of a weight's or a cache's size is only copied.
+        assert max(after["round"]["moved"].values()) < 3e6
+        assert max(before["round"]["moved"].values()) > 3e7
