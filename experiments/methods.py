@@ -10,7 +10,7 @@ lengths or trees, the one that is fastest on prompts of its own is taken. Beside
     the stronger one should go first (arXiv:2312.11462).
 
     python experiments/methods.py            both targets, about forty minutes
-    python experiments/methods.py --smoke    two methods of the bundled target
+    python experiments/methods.py --smoke    one method of the bundled target
 """
 
 import sysconfig
@@ -108,8 +108,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "chain": chain(LOWER, (2,)),
         "block": chain(LOWER, (2,), "block"),
-        "staged, strong first": chain((LOWER, "ngram"), ([1, 4],), compose="staged"),
-        "staged, weak first": chain(("ngram", LOWER), ([4, 1],), compose="staged"),
+        # On texts that repeat their prompt the n-grams are the stronger draft.
+        "staged, strong first": chain(("ngram", LOWER), ([4, 1],), compose="staged"),
+        "staged, weak first": chain((LOWER, "ngram"), ([1, 4],), compose="staged"),
         "nested over n-grams": chain((LOWER, "ngram"), (4,), compose="nested"),
         "tree": tree(LOWER, ((2, 1),), "multi_draft"),
         "early exit": chain("early_exit:layers=8", (2,)),
@@ -377,7 +378,7 @@ def draw(record):
 EXPERIMENT = common.Experiment(
     question=__doc__.splitlines()[0],
     config=Config(),
-    smoke=Config(("pystd-5m",), ("block", "n-grams"), (1.0,), 1, 1, 8, 1, (2,), 2),
+    smoke=Config(("pystd-5m",), ("n-grams",), (1.0,), 1, 1, 8, 1, (2,), 2),
     measure=measure,
     draw=draw,
 )
