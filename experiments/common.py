@@ -70,7 +70,7 @@ def main(experiment: Experiment, script: str, argv: list[str] | None = None) -> 
         record = run(experiment, arguments.smoke)
         print(*record["results"].get("summary", ()), sep="\n")
     if output:
-        save(experiment, record, output)
+        save(experiment.draw, record, output)
     return record
 
 
@@ -80,13 +80,11 @@ def run(experiment: Experiment, smoke: bool) -> dict[str, Any]:
     start = time.perf_counter()
     results = experiment.measure(config)
     seconds = time.perf_counter() - start
-    # The name of the kernel is the machine's own business.
-    facts = {name: fact for name, fact in environment().items() if name != "platform"}
     record = {
         "question": experiment.question,
         "results": results,
         "config": asdict(config) | {"smoke": smoke},
-        "environment": facts,
+        "environment": facts(),
         "seconds": round(seconds, 3),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -94,13 +92,20 @@ def run(experiment: Experiment, smoke: bool) -> dict[str, Any]:
     return json.loads(json.dumps(record, allow_nan=False))
 
 
-def save(experiment: Experiment, record: dict[str, Any], output: Path) -> None:
+def facts() -> dict[str, Any]:
+    """Returns what was measured on; the name of the kernel is the machine's own."""
+    return {name: one for name, one in environment().items() if name != "platform"}
+
+
+def save(
+    draw: Callable[[dict[str, Any]], Figure], record: dict[str, Any], output: Path
+) -> None:
     """Writes the record, and the figure beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2, ensure_ascii=False)
     output.write_text(text + "\n", encoding="utf-8")
     with rc_context(STYLE):
-        experiment.draw(record).savefig(output.with_suffix(".png"))
+        draw(record).savefig(output.with_suffix(".png"))
 
 
 def _parse(experiment: Experiment, argv: list[str] | None) -> argparse.Namespace:

@@ -20,14 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import calibrated
 import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from specdec_jax import Sampling, SpeculativeDecoder, decode
+from specdec_jax import Sampling, SpeculativeDecoder, compilation, decode
 from specdec_jax.acceptance import RULES, MultiDraft
 from specdec_jax.benchmark import alternate, timed
 from specdec_jax.benchmark.timing import Costs, speedup, speedup_interval
@@ -73,12 +72,9 @@ def chain(draft: Any, lengths: Any, rule: str = "rejection", **options: Any) -> 
     ]
 
 
-def tree(draft: Any, shapes: Any, rule: str, **options: Any) -> Any:
+def tree(draft: Any, shapes: Any, rule: Any) -> Any:
     """Returns the variants of a method that drafts trees."""
-    return [
-        {"draft": draft, "branching": shape, "rule": rule, **options}
-        for shape in shapes
-    ]
+    return [{"draft": draft, "branching": shape, "rule": rule} for shape in shapes]
 
 
 CORPUS = ("argparse.py", "inspect.py", "subprocess.py", "tarfile.py", "typing.py")
@@ -123,7 +119,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def measure(config):
     """Returns what was found, by target and temperature."""
-    calibrated.compilation.enable_compilation_cache()
+    compilation.enable_compilation_cache()
     found: dict[str, Any] = {}
     for target in config.targets:
         methods = METHODS[target]

@@ -131,15 +131,11 @@ def main(argv=None):
             one = measure(case)
             print(line(case, one), flush=True)
             record[kind][case.name] = one
-        facts = common.environment()
-        facts.pop("platform", None)
         record |= {
             "config": {"cases": [asdict(case) for case in CASES + MORE]},
-            "environment": facts,
+            "environment": common.facts(),
         }
-    common.save(
-        common.Experiment("", None, None, measure, draw), record, arguments.output
-    )
+    common.save(draw, record, arguments.output)
     return record
 
 

@@ -111,3 +111,14 @@ def write(
         return jax.lax.dynamic_update_slice_in_dim(row, piece, at, axis=2)
 
     return jax.vmap(write_row)(buffer, chunk, start)
+
+
+def read(
+    buffer: Float[Array, "B H E T"], start: Int[Array, " B"], size: int
+) -> Float[Array, "B H E {size}"]:
+    """Returns slots `start .. start + size` of each row."""
+
+    def read_row(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, at, size, axis=2)
+
+    return jax.vmap(read_row)(buffer, start)

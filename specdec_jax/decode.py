@@ -44,6 +44,7 @@ from specdec_jax.state import (
     STOP,
     Counts,
     DecodeState,
+    append,
     bucket,
     buffer_capacity,
     freeze,
@@ -294,17 +295,11 @@ def _cut(state: DecodeState, result: Round):
 def _emit(state: DecodeState, result: Round, num_emitted, finish) -> DecodeState:
     """Commits the emitted tokens and counts them."""
     verdict, draft = result.verdict, result.draft
-    rows = jnp.arange(len(state.tokens), dtype=jnp.int32)[:, None]
+    rows = jnp.arange(len(state.tokens), dtype=jnp.int32)
     places = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)[None]
-    # Places past the last emitted token go out of range, where they are dropped.
-    slots = jnp.where(
-        places < num_emitted[:, None],
-        state.length[:, None] + places,
-        state.tokens.shape[1],
-    )
 
     def write(buffer, values):
-        return buffer.at[rows, slots].set(values.astype(buffer.dtype), mode="drop")
+        return append(buffer, state.length, values, num_emitted)
 
     emitting = (num_emitted > 0).astype(jnp.int32)
     kept = jnp.minimum(verdict.num_accepted, num_emitted)
@@ -316,7 +311,7 @@ def _emit(state: DecodeState, result: Round, num_emitted, finish) -> DecodeState
         rounds=counts.rounds + emitting,
         num_drafted=counts.num_drafted + emitting * draft.num_valid,
         num_accepted=counts.num_accepted + kept,
-        histogram=counts.histogram.at[rows[:, 0], kept].add(emitting),
+        histogram=counts.histogram.at[rows, kept].add(emitting),
     )
     length = state.length + num_emitted
     return state._replace(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from specdec_jax import rng
 from specdec_jax.base import Cache, Drafter, Inputs, LanguageModel, Params, PyTree
@@ -194,6 +194,27 @@ def init(
         origin=zeros(capacity, dtype=jnp.int8),
         counts=Counts(zeros(), zeros(), zeros(), zeros(drafter.depth + 1)),
     )
+
+
+def append(
+    buffer: Shaped[Array, "B T ..."],
+    length: Int[Array, " B"],
+    new: Shaped[Array, "B M ..."],
+    count: Int[Array, " B"],
+) -> Shaped[Array, "B T ..."]:
+    """Writes the first `count` of each row's new entries behind its length.
+
+    Example:
+      >>> tokens, new = jnp.array([[7, 0, 0], [7, 8, 0]]), jnp.array([[1, 2], [3, 4]])
+      >>> append(tokens, jnp.array([1, 2]), new, jnp.array([2, 0])).tolist()
+      [[7, 1, 2], [7, 8, 0]]
+    """
+    places = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    rows = jnp.arange(len(buffer), dtype=jnp.int32)[:, None]
+    # What is not to be written goes out of range, where it is dropped.
+    kept = places < count[:, None]
+    slots = jnp.where(kept, length[:, None] + places, buffer.shape[1])
+    return buffer.at[rows, slots].set(new.astype(buffer.dtype), mode="drop")
 
 
 def take(state: PyTree, rows: Int[Array, " R"]) -> PyTree:

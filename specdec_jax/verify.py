@@ -25,7 +25,7 @@ from specdec_jax.base import (
     RoundContext,
     Verdict,
 )
-from specdec_jax.sampling import History, SamplingRows, policy
+from specdec_jax.sampling import History, SamplingRows, law_dtype, policy
 
 
 class Round(NamedTuple):
@@ -317,8 +317,8 @@ class _Emitted(NamedTuple):
     @classmethod
     def of(cls, tokens, slots, logits, log_probs) -> "_Emitted":
         """Looks up each token in the row of the block slot behind it."""
-        if logits.dtype != jnp.float64:  # strict promotion knows no bfloat16 to float32
-            logits = logits.astype(jnp.float32)
+        # Strict promotion knows no bfloat16 to float32.
+        logits = logits.astype(law_dtype(logits))
         norm = jnp.take_along_axis(jax.nn.logsumexp(logits, axis=-1), slots, axis=1)
         rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
         model_log_probs = logits[rows, slots, tokens] - norm

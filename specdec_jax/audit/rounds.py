@@ -28,7 +28,7 @@ from specdec_jax.audit.subject import (
 from specdec_jax.base import Draft, RoundContext
 from specdec_jax.decode import DecodeState
 from specdec_jax.drafters.model import fit_vocabulary
-from specdec_jax.sampling import History, Sampling, policy
+from specdec_jax.sampling import History, Sampling, certain, policy
 
 NUM_ROUNDS = 3
 JOINT = 3
@@ -187,8 +187,7 @@ def _as_chain(info):
     first = jnp.argmax(children, axis=-1)
     if draft.log_probs is None:
         tokens = jnp.take_along_axis(draft.tokens, first, axis=1)
-        every = jnp.arange(info.log_probs.shape[-1], dtype=jnp.int32)[None, None]
-        laws = jnp.where(tokens[..., None] == every, 0.0, -jnp.inf)
+        laws = certain(tokens, info.log_probs.shape[-1])
     else:
         laws = jnp.take_along_axis(draft.log_probs, first[..., None], axis=1)
     number = (children.any(axis=-1) & reached).sum(axis=1, dtype=jnp.int32)

@@ -23,6 +23,7 @@ from specdec_jax.base import (
     Params,
     RoundContext,
 )
+from specdec_jax.drafters.around import Around
 from specdec_jax.sampling import History, is_greedy, policy
 
 
@@ -232,33 +233,6 @@ class Replay:
     def update(self, params, state, context, draft, target_output, verdict):
         """Returns the state as it is."""
         return state
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a drafter around another drafter takes over from it: its shape."""
-
-    drafter: Drafter
-
-    @property
-    def num_nodes(self) -> int:
-        """The other's."""
-        return self.drafter.num_nodes
-
-    @property
-    def depth(self) -> int:
-        """The other's."""
-        return self.drafter.depth
-
-    @property
-    def siblings(self) -> str:
-        """The other's."""
-        return self.drafter.siblings
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The other's."""
-        return self.drafter.hidden_layers
 
 
 @dataclass(frozen=True)

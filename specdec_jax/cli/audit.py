@@ -75,11 +75,13 @@ def audit(
     config = {
         "target": target,
         "draft": options.choose_draft(target, draft, draft_num_layers),
-        "compose": compose,
-        "draft_num_layers": draft_num_layers,
-        **options.read_tree(branching, num_draft_tokens),
-        **options.rule_facts(
-            rule, allow_lossy, on_trees=bool(branching) or compose == "tree"
+        **options.draft_facts(
+            compose=compose,
+            draft_num_layers=draft_num_layers,
+            num_draft_tokens=num_draft_tokens,
+            branching=branching,
+            rule=rule,
+            allow_lossy=allow_lossy,
         ),
         "temperature": temperature,
         "top_k": top_k,

@@ -240,6 +240,29 @@ def rule_facts(
     return {"rule": rule, "allow_lossy": allow_lossy, "lossless": lossless}
 
 
+def draft_facts(
+    *,
+    compose: str | None,
+    draft_num_layers: int | None,
+    num_draft_tokens: str,
+    branching: str | None,
+    rule: str | None,
+    allow_lossy: bool,
+) -> dict[str, Any]:
+    """Returns what a config says of how drafts are made and judged.
+
+    Raises:
+      ValueError: A length or the branching is malformed.
+    """
+    on_trees = bool(branching) or compose == "tree"
+    return {
+        "compose": compose,
+        "draft_num_layers": draft_num_layers,
+        **read_tree(branching, num_draft_tokens),
+        **rule_facts(rule, allow_lossy, on_trees=on_trees),
+    }
+
+
 def told_rule(config: Mapping[str, Any]) -> str:
     """Returns the rule in words, for people.
 

@@ -4,16 +4,17 @@ Whatever past rounds told may decide how much is drafted next (ALGORITHMS 0.2, C
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
-from specdec_jax.base import Drafter, RoundContext
+from specdec_jax.base import RoundContext
+from specdec_jax.drafters.around import Around
 from specdec_jax.drafters.children import with_num_draft_tokens
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Around):
     """Lets another drafter draft more after full acceptance, less after a rejection.
 
     The heuristic of Hugging Face's assisted generation: two tokens more after a round
@@ -31,10 +32,8 @@ class Adaptive:
         nothing and never learn better.
     """
 
-    drafter: Drafter
     start: int = 5
     least: int = 1
-    siblings: ClassVar[str] = "none"
 
     def __post_init__(self):
         """Refuses trees and lengths out of range."""
@@ -47,18 +46,6 @@ class Adaptive:
                 f"least must be at least 1 and start at least that, got {self.least} "
                 f"and {self.start}"
             )
-
-    @property
-    def num_nodes(self) -> int:
-        """The drafter's."""
-        return self.drafter.num_nodes
-
-    depth = num_nodes
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The drafter's."""
-        return self.drafter.hidden_layers
 
     @property
     def model(self) -> Any:

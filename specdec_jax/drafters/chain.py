@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from specdec_jax.base import Draft, RoundContext
 from specdec_jax.rng import draw
-from specdec_jax.sampling import History, is_greedy, policy
+from specdec_jax.sampling import History, is_greedy, law_dtype, policy
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def draw_chain(
     laws = None
     if keep_laws:
         shape = (len(rows), num_nodes, logits.shape[-1])
-        laws = jnp.zeros(shape, _law_dtype(logits))
+        laws = jnp.zeros(shape, law_dtype(logits))
     zero = jnp.zeros((), jnp.int32)
     token, *rest = draw_next(zero, logits, context.max_draft, context.tokens, laws)
     with jax.named_scope("drafting"):  # `plan` tells the loop by it
@@ -137,9 +137,4 @@ def draw_chain(
 
 def _raw_law(logits: Float[Array, "B 1 V"]) -> Float[Array, "B V"]:
     """Returns the law of the logits as they are, in nats; NaN where there is none."""
-    return jax.nn.log_softmax(logits[:, 0].astype(_law_dtype(logits)), axis=-1)
-
-
-def _law_dtype(logits: Array) -> Any:
-    """Returns the dtype of `policy`'s rows."""
-    return jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
+    return jax.nn.log_softmax(logits[:, 0].astype(law_dtype(logits)), axis=-1)

@@ -88,11 +88,33 @@ class ModelDrafter:
         return logits, cache.rewind(context.length)
 
     def _apply(self, params, tokens, cache, block=None):
-        own = self.model.vocab_size
-        vocab_size = self.vocab_size or own
-        tokens = jnp.minimum(tokens, own - 1)
-        output, cache = self.model.apply(params.draft, tokens, cache, block=block)
-        return fit_vocabulary(output.logits, vocab_size), cache
+        model = Fitted(self.model, self.vocab_size or self.model.vocab_size)
+        output, cache = model.apply(params.draft, tokens, cache, block=block)
+        return output.logits, cache
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model with the target's vocabulary; see `fit_vocabulary`."""
+
+    model: LanguageModel
+    vocab_size: int
+
+    def init_cache(self, batch_size, capacity):
+        """Returns the model's own cache."""
+        return self.model.init_cache(batch_size, capacity)
+
+    def apply(self, variables, tokens, cache, *, block=None, hidden_layers=()):
+        """See `base.LanguageModel`."""
+        output, cache = self.model.apply(
+            variables,
+            jnp.minimum(tokens, self.model.vocab_size - 1),
+            cache,
+            block=block,
+            hidden_layers=hidden_layers,
+        )
+        logits = fit_vocabulary(output.logits, self.vocab_size)
+        return output._replace(logits=logits), cache
 
 
 def fit_vocabulary(

@@ -33,10 +33,10 @@ from specdec_jax.drafters.children import (
     with_num_draft_tokens,
     with_window,
 )
-from specdec_jax.drafters.model import fit_vocabulary
-from specdec_jax.drafters.staged import append
+from specdec_jax.drafters.model import Fitted
 from specdec_jax.rng import PositionNoise
 from specdec_jax.sampling import is_greedy
+from specdec_jax.state import append
 from specdec_jax.verify import Round, verify_round
 
 
@@ -183,7 +183,7 @@ class Nested:
         """Returns target, drafter and variables of the inner rounds."""
         target: Any = self.middle
         if self.vocab_size not in (None, target.vocab_size):
-            target = _Fitted(target, self.vocab_size or 0)
+            target = Fitted(target, self.vocab_size or 0)
         inner = with_window(self.inner, max(self.window, self.num_draft_tokens + 1))
         return target, inner, Params(params.draft[0], params.draft[1])
 
@@ -236,11 +236,7 @@ class _Found(NamedTuple):
         """Returns these rounds and one more, of which `gained` tokens are kept."""
         laws = self.log_probs
         if laws is not None:
-            places = jnp.arange(found.tokens.shape[1], dtype=jnp.int32)[None]
-            kept = places < gained[:, None]
-            slots = jnp.where(kept, done[:, None] + places, laws.shape[1])
-            rows = jnp.arange(len(laws), dtype=jnp.int32)[:, None]
-            laws = laws.at[rows, slots].set(told, mode="drop")
+            laws = append(laws, done, told, gained)
         return _Found(
             self.rounds + 1,
             append(self.tokens, self.length, found.tokens, gained),
@@ -249,28 +245,6 @@ class _Found(NamedTuple):
             found.drafter_state,
             laws,
         )
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """A model with the target's vocabulary; see `fit_vocabulary`."""
-
-    model: LanguageModel
-    vocab_size: int
-
-    def init_cache(self, batch_size, capacity):
-        return self.model.init_cache(batch_size, capacity)
-
-    def apply(self, variables, tokens, cache, *, block=None, hidden_layers=()):
-        output, cache = self.model.apply(
-            variables,
-            jnp.minimum(tokens, self.model.vocab_size - 1),
-            cache,
-            block=block,
-            hidden_layers=hidden_layers,
-        )
-        logits = fit_vocabulary(output.logits, self.vocab_size)
-        return output._replace(logits=logits), cache
 
 
 def inner_rule(noise: Noise) -> AcceptanceRule:

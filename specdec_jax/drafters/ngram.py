@@ -87,15 +87,32 @@ def longest_match(
       ([2], [2])
     """
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    size = jnp.zeros_like(tokens)
-    matching = slots < length[:, None] - 1
-    for back in range(max_ngram):
-        ending = jnp.take_along_axis(
-            tokens, jnp.maximum(length[:, None] - 1 - back, 0), axis=1
-        )
-        shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
-        matching &= (shifted == ending) & (slots >= back)
-        size += matching.astype(jnp.int32)
+    size = match_sizes(tokens, length[:, None] - 1, max_ngram)[:, 0]
     best = size.max(axis=1)
     latest = jnp.where(size == best[:, None], slots, -1).max(axis=1)
     return latest, best
+
+
+def match_sizes(
+    tokens: Int[Array, "B T"], ends: Int[Array, "B S"], max_ngram: int
+) -> Int[Array, "B S T"]:
+    """Returns how many tokens up to each earlier slot repeat those up to an end.
+
+    Example:
+      Before the ending `6` at slot 5, `5 6` stands at slot 2 and a lone `6` at slot 3:
+
+      >>> match_sizes(
+      ...     jnp.array([[4, 5, 6, 6, 5, 6, 9]]), jnp.array([[5]]), 3).tolist()
+      [[[0, 0, 2, 1, 0, 0, 0]]]
+    """
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
+    ends = ends[..., None]
+    matching = slots < ends
+    size = jnp.zeros(matching.shape, jnp.int32)
+    for back in range(max_ngram):
+        at = jnp.clip(ends[..., 0] - back, 0, tokens.shape[1] - 1)
+        ending = jnp.take_along_axis(tokens, at, axis=1)[..., None]
+        shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, None, : tokens.shape[1]]
+        matching &= (shifted == ending) & (slots >= back)
+        size += matching.astype(jnp.int32)
+    return size

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specdec_jax.base import ModelOutput
+from specdec_jax.drafters.ngram import match_sizes
 
 
 class TokenCache(NamedTuple):
@@ -119,28 +120,3 @@ class NgramCounts:
         end = jnp.arange(num_ends, dtype=jnp.int32)[None, :, None]
         votes = jnp.zeros((batch, num_ends, self.vocab_size), jnp.int32)
         return votes.at[row, end, following].add(weight, mode="drop")
-
-
-def match_sizes(
-    tokens: Int[Array, "B T"], ends: Int[Array, "B S"], max_ngram: int
-) -> Int[Array, "B S T"]:
-    """Returns how many tokens up to each earlier slot repeat those up to an end.
-
-    Example:
-      Before the ending `6` at slot 5, `5 6` stands at slot 2 and a lone `6` at slot 3:
-
-      >>> match_sizes(
-      ...     jnp.array([[4, 5, 6, 6, 5, 6, 9]]), jnp.array([[5]]), 3).tolist()
-      [[[0, 0, 2, 1, 0, 0, 0]]]
-    """
-    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
-    ends = ends[..., None]
-    matching = slots < ends
-    size = jnp.zeros(matching.shape, jnp.int32)
-    for back in range(max_ngram):
-        at = jnp.clip(ends[..., 0] - back, 0, tokens.shape[1] - 1)
-        ending = jnp.take_along_axis(tokens, at, axis=1)[..., None]
-        shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, None, : tokens.shape[1]]
-        matching &= (shifted == ending) & (slots >= back)
-        size += matching.astype(jnp.int32)
-    return size

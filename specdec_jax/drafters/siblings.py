@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.base import Noise
 from specdec_jax.rng import NoNoise, first_argmax
-from specdec_jax.sampling import SamplingRows, is_greedy
+from specdec_jax.sampling import SamplingRows, certain, is_greedy
 
 KINDS = ("independent", "distinct", "ranked")
 
@@ -109,10 +109,8 @@ def told(
 
     It is certain in greedy rows, and where the law is not a number.
     """
-    token_ids = jnp.arange(law.shape[-1], dtype=jnp.int32)[None, None]
-    certain = jnp.where(token_ids == tokens[..., None], 0.0, -jnp.inf)
     drawn = ~greedy[:, None, None] & ~jnp.isnan(law[..., :1])
-    return jnp.where(drawn, law, certain.astype(law.dtype))
+    return jnp.where(drawn, law, certain(tokens, law.shape[-1]).astype(law.dtype))
 
 
 def has_laws(rows: SamplingRows, kind: str) -> bool:

@@ -26,6 +26,8 @@ from specdec_jax.drafters.children import (
     with_num_draft_tokens,
     with_window,
 )
+from specdec_jax.sampling import certain
+from specdec_jax.state import append
 
 
 @dataclass(frozen=True)
@@ -180,25 +182,6 @@ def share(num_draft_tokens: int, number: int) -> list[int]:
     return [each + (index < over) for index in range(number)]
 
 
-def append(
-    tokens: Int[Array, "B T"],
-    length: Int[Array, " B"],
-    new: Int[Array, "B M"],
-    count: Int[Array, " B"],
-) -> Int[Array, "B T"]:
-    """Writes the first `count` new tokens of each row behind its length.
-
-    Example:
-      >>> tokens, new = jnp.array([[7, 0, 0], [7, 8, 0]]), jnp.array([[1, 2], [3, 4]])
-      >>> append(tokens, jnp.array([1, 2]), new, jnp.array([2, 0])).tolist()
-      [[7, 1, 2], [7, 8, 0]]
-    """
-    places = _places(new.shape[1])
-    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    slots = jnp.where(places < count[:, None], length[:, None] + places, len(tokens[0]))
-    return tokens.at[rows, slots].set(new, mode="drop")
-
-
 def _places(size: int) -> Int[Array, "1 M"]:
     return jnp.arange(size, dtype=jnp.int32)[None]
 
@@ -209,29 +192,13 @@ def _laws(parts: list[_Part], size: int) -> Float[Array, "B K V"] | None:
     vocab_size = next((law.shape[-1] for law in told if law is not None), None)
     if vocab_size is None:
         return None
-    rows = jnp.arange(len(parts[0].first), dtype=jnp.int32)[:, None]
-    laws = jnp.zeros((len(rows), size, vocab_size), jnp.float32)
+    laws = jnp.zeros((len(parts[0].first), size, vocab_size), jnp.float32)
     for first, draft in parts:
         law = draft.log_probs
         if law is None:
-            law = one_hot(draft.tokens, vocab_size)
-        places = _places(draft.tokens.shape[1])
-        kept = places < draft.num_valid[:, None]
-        slots = jnp.where(kept, first[:, None] + places, size)
-        laws = laws.at[rows, slots].set(law, mode="drop")
+            law = certain(draft.tokens, vocab_size)
+        laws = append(laws, first, law, draft.num_valid)
     return laws
-
-
-def one_hot(tokens: Int[Array, "B K"], vocab_size: int) -> Float[Array, "B K V"]:
-    """Returns the log-probabilities of tokens that could be no others.
-
-    Example:
-      >>> one_hot(jnp.array([[1]]), 3).tolist()
-      [[[-inf, 0.0, -inf]]]
-    """
-    ids = jnp.arange(vocab_size, dtype=jnp.int32)
-    here = ids[None, None] == tokens[..., None]
-    return jnp.where(here, jnp.float32(0), -jnp.inf)
 
 
 def _seen_by_stage(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specdec_jax.cache import SLOT_BLOCK, write
+from specdec_jax.cache import SLOT_BLOCK, read, write
 from specdec_jax.networks.config import DecoderConfig
 from specdec_jax.networks.layers import Linear, Norm, precision, rotate
 
@@ -100,23 +100,14 @@ class Attention(nn.Module):
         at = view.length + before
         keys, values = write(keys, k, at), write(values, v, at)
         if before:
-            k = jnp.concatenate([_slots(keys, view.length, before), k], axis=3)
-            v = jnp.concatenate([_slots(values, view.length, before), v], axis=3)
+            k = jnp.concatenate([read(keys, view.length, before), k], axis=3)
+            v = jnp.concatenate([read(values, view.length, before), v], axis=3)
         state = _over_block(q, k, v, view, self.window)
         state = _over_cache(q, keys, values, view, self.window, state)
         y = (state.mixed / state.total[..., None]).astype(self.dtype)
         y = y.transpose(0, 3, 1, 2, 4).reshape(batch, block, -1)
         out = Linear(width, config.out_bias, self.dtype, self.tiled, name="o_proj")
         return out(y), keys, values
-
-
-def _slots(buffer: Array, start: Array, size: int) -> Float[Array, "B H E {size}"]:
-    """Returns the cache's slots from `start` on."""
-
-    def slots(row: Array, at: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, at, size, axis=2)
-
-    return jax.vmap(slots)(buffer, start)
 
 
 def _scores(q: Array, k: Array) -> Float[Array, "B H G S T"]:

@@ -16,8 +16,22 @@ between brings a token back. Presence and frequency penalties, which Hugging Fac
 lacks, follow the repetition penalty as in vLLM.
 """
 
-from specdec_jax.sampling.law import SamplingRows, is_greedy, policy
+from specdec_jax.sampling.law import (
+    SamplingRows,
+    certain,
+    is_greedy,
+    law_dtype,
+    policy,
+)
 from specdec_jax.sampling.options import Sampling
 from specdec_jax.sampling.penalties import History
 
-__all__ = ["History", "Sampling", "SamplingRows", "is_greedy", "policy"]
+__all__ = [
+    "History",
+    "Sampling",
+    "SamplingRows",
+    "certain",
+    "is_greedy",
+    "law_dtype",
+    "policy",
+]

@@ -1,6 +1,6 @@
 """From logits to policy rows: penalties, then temperature and truncation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -73,17 +73,33 @@ def policy(
       >>> policy(logits, Sampling().rows(1, 3), history).tolist()
       [[[-inf, 0.0, -inf]]]
     """
-    if logits.dtype != jnp.float64:
-        logits = logits.astype(jnp.float32)
+    logits = logits.astype(law_dtype(logits))
     logits = _penalise(logits, rows, history)
     best = jnp.max(logits, axis=-1, keepdims=True)
-    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-    is_best = token == first_argmax(logits)[..., None]
-    row = jnp.where(is_best, 0.0, -jnp.inf).astype(logits.dtype)
+    row = certain(first_argmax(logits), logits.shape[-1]).astype(logits.dtype)
     if rows.temperature is not None:
         sampled = rows.temperature[:, None, None] > 0
         row = jnp.where(sampled, _warp(logits, best, rows), row)
     return jnp.where(jnp.isfinite(best), row, jnp.nan)
+
+
+def law_dtype(logits: Array) -> Any:
+    """Returns the dtype of policy rows: float32, or float64 for logits of it."""
+    return jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
+
+
+def certain(
+    tokens: Int[Array, "B S"], vocab_size: int
+) -> Float[Array, "B S {vocab_size}"]:
+    """Returns the policy rows of tokens that could be no others, in float32.
+
+    Example:
+      >>> certain(jnp.array([[1]]), 3).tolist()
+      [[[-inf, 0.0, -inf]]]
+    """
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)
+    here = ids[None, None] == tokens[..., None]
+    return jnp.where(here, jnp.float32(0), -jnp.inf)
 
 
 def _penalise(

@@ -64,16 +64,15 @@ def compile_rounds(
 def lay_out(engine: running.Engine, plan: Plan, *, batch_size: int) -> running.Engine:
     """Returns the engine with its weights as the rounds of a plan want them.
 
-    Both layouts of a weight that moves are in memory until the old engine is dropped.
+    The plan has requests; its first batch decides. Both layouts of a weight that moves
+    are in memory until the old engine is dropped.
     """
-    for slots, indices in by_bucket(plan, batch_size):
-        size, _ = running.sizes(engine, len(indices), batch_size)
-        batch = pack(plan, indices[:size], size, slots)
-        state = running.state_shapes(engine, batch)
-        rounds = compile_rounds(engine.params, state, size, engine.static)
-        formats = rounds.input_formats[0][0]
-        return engine._replace(params=jax.device_put(engine.params, formats))
-    return engine
+    slots, indices = next(iter(by_bucket(plan, batch_size)))
+    size, _ = running.sizes(engine, len(indices), batch_size)
+    state = running.state_shapes(engine, pack(plan, indices[:size], size, slots))
+    rounds = compile_rounds(engine.params, state, size, engine.static)
+    formats = rounds.input_formats[0][0]
+    return engine._replace(params=jax.device_put(engine.params, formats))
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

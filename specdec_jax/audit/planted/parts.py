@@ -39,7 +39,7 @@ class DropsUnlikely(ModelDrafter):
         draft, state, cache = super().draft(state, context)
         if draft.log_probs is None:  # a greedy draft is one-hot and honest
             return draft, state, cache
-        chosen = _of_tokens(draft.log_probs, draft.tokens)
+        chosen = of_tokens(draft.log_probs, draft.tokens)
         likely = jnp.cumprod((chosen > jnp.log(self.least)).astype(jnp.int32), axis=1)
         kept = jnp.minimum(draft.num_valid, likely.sum(1, dtype=jnp.int32))
         return draft._replace(num_valid=kept), state, cache
@@ -122,7 +122,8 @@ class _Childless(NamedTuple):
         return self
 
 
-def _of_tokens(log_probs: Float[Array, "B K V"], tokens: Array) -> Float[Array, "B K"]:
+def of_tokens(log_probs: Float[Array, "B K V"], tokens: Array) -> Float[Array, "B K"]:
+    """Returns the log-probability of each token in its row."""
     return jnp.take_along_axis(log_probs, tokens[..., None], axis=2)[..., 0]
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from specdec_jax.audit.planted.parts import of_tokens
 from specdec_jax.audit.table import TableCache, TableModel
 from specdec_jax.base import Block
 from specdec_jax.drafters import TreeDrafter
@@ -99,8 +100,7 @@ class PrunesUnlikely(TreeDrafter):
         draft, state, cache = super().draft(state, context)
         if draft.log_probs is None:  # a greedy draft is one-hot and honest
             return draft, state, cache
-        tokens = draft.tokens[..., None]
-        chance = jnp.take_along_axis(draft.log_probs, tokens, axis=2)[..., 0]
+        chance = of_tokens(draft.log_probs, draft.tokens)
         likelier = (chance[:, None] > chance[..., None]).sum(-1, dtype=jnp.int32)
         order = jnp.argsort(likelier >= self.kept, axis=1, stable=True)
         draft = draft._replace(
