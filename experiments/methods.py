@@ -2,14 +2,15 @@
 
 Each method is measured against plain decoding in turns: tokens a round, what a round
 costs in plain steps, speedup; greedy and at temperature 1. Where a method has several
-lengths or trees, the one that is fastest on prompts of its own is taken. Beside them:
+lengths, the fastest is taken, and trees are grown by `calibrate`: both at the
+temperature in question, on prompts that nothing is measured on. Beside them:
 
 *   what block verification gains over token-wise, as measured, and as the exact laws of
     both rules say on the very same drafts (Sun et al., arXiv:2403.10444);
 *   two drafts that share a round's tokens, in both orders: the cost is the same, and
     the stronger one should go first (arXiv:2312.11462).
 
-    python experiments/methods.py            both targets, about forty minutes
+    python experiments/methods.py            both targets, about fifty minutes
     python experiments/methods.py --smoke    one method of the bundled target
 """
 
@@ -31,10 +32,14 @@ from specdec_jax.acceptance import RULES, MultiDraft
 from specdec_jax.benchmark import alternate, timed
 from specdec_jax.benchmark.timing import Costs, speedup, speedup_interval
 from specdec_jax.benchmark.units import batches, run_rounds
+from specdec_jax.calibrate import calibrate
 from specdec_jax.cli.prompts import bundled_prompts, contents, read_all
 from specdec_jax.drafters import NoDrafter
 
-REWRITE = common.RESULTS.parent / "rewrite_prompts.jsonl"
+CHAT = {
+    name: common.RESULTS.parent / f"{name}_prompts.jsonl"
+    for name in ("rewrite", "choosing")
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class Config:
       targets: Names in `METHODS`.
       only: Methods that are measured; none means all.
       temperatures: 0 is greedy.
-      num_prompts: Prompts measured on.
-      num_choosing: Prompts, others, on which a method's length or tree is chosen.
+      num_prompts: Prompts measured on, at the most.
+      num_choosing: Others, on which a method's length or tree is chosen.
+      tree_sizes: Numbers of nodes that trees are tried with.
       max_new_tokens: Budget of a prompt.
       repeats: Timed turns of each arm.
       lengths: Draft lengths at which block verification is compared by law.
@@ -56,10 +62,11 @@ class Config:
     targets: tuple[str, ...] = ("pystd-5m", "smollm2-135m")
     only: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    num_prompts: int = 8
-    num_choosing: int = 2
-    max_new_tokens: int = 64
-    repeats: int = 3
+    num_prompts: int = 12
+    num_choosing: int = 8
+    tree_sizes: tuple[int, ...] = (3, 4, 6, 8)
+    max_new_tokens: int = 48
+    repeats: int = 2
     lengths: tuple[int, ...] = (4, 8)
     law_rounds: int = 40
 
@@ -72,29 +79,30 @@ def chain(draft: Any, lengths: Any, rule: str = "rejection", **options: Any) -> 
     ]
 
 
-def tree(draft: Any, shapes: Any, rule: Any) -> Any:
-    """Returns the variants of a method that drafts trees."""
-    return [{"draft": draft, "branching": shape, "rule": rule} for shape in shapes]
+def tree(draft: Any, rule: Any) -> Any:
+    """Returns the tree from which those to try are grown; see `calibrate.trees`."""
+    return [{"draft": draft, "branching": (3, 2, 1), "rule": rule}]
 
 
 CORPUS = ("argparse.py", "inspect.py", "subprocess.py", "tarfile.py", "typing.py")
 """Modules of the standard library that tables are counted on."""
 
+LENGTHS = (2, 4, 6)
+"""Draft lengths of a trained draft: above 6 they were never the fastest."""
+
 SMALL = "pystd-draft"
 LOWER = "smollm2-135m:layers=8"
 METHODS: dict[str, dict[str, Any]] = {
     "pystd-5m": {
-        "chain": chain(SMALL, (3, 4, 6)),
-        "block": chain(SMALL, (4, 6, 8), "block"),
+        "chain": chain(SMALL, LENGTHS),
+        "block": chain(SMALL, LENGTHS, "block"),
         "coupled": chain(SMALL, (4,), "coupled"),
         "staged, strong first": chain((SMALL, "bigram"), ([2, 2],), compose="staged"),
         "staged, weak first": chain(("bigram", SMALL), ([2, 2],), compose="staged"),
-        "nested over n-grams": chain((SMALL, "ngram"), (4, 6), compose="nested"),
-        "nested over bigrams": chain((SMALL, "bigram"), (4,), compose="nested"),
-        "tree": tree(SMALL, ((2, 1, 1), (3, 2, 1, 1)), "multi_draft"),
-        "multi-draft": tree(
-            SMALL, ((2, 1, 1), (3, 1, 1, 1)), MultiDraft("independent")
-        ),
+        "nested over n-grams": chain((SMALL, "ngram"), LENGTHS, compose="nested"),
+        "nested over bigrams": chain((SMALL, "bigram"), LENGTHS, compose="nested"),
+        "tree": tree(SMALL, "multi_draft"),
+        "multi-draft": tree(SMALL, MultiDraft("independent")),
         "early exit": chain("early_exit:layers=5", (2, 4)),
         "n-grams": chain("ngram", (4, 8)),
         "n-gram counts": chain("ngram_counts", (2, 4)),
@@ -108,10 +116,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "staged, strong first": chain(("ngram", LOWER), ([4, 1],), compose="staged"),
         "staged, weak first": chain((LOWER, "ngram"), ([1, 4],), compose="staged"),
         "nested over n-grams": chain((LOWER, "ngram"), (4,), compose="nested"),
-        "tree": tree(LOWER, ((2, 1),), "multi_draft"),
+        "tree": tree(LOWER, "multi_draft"),
         "early exit": chain("early_exit:layers=8", (2,)),
         "n-grams": chain("ngram", (4, 8)),
-        "n-gram counts": chain("ngram_counts", (4,)),
+        "n-gram counts": chain("ngram_counts", (2, 4)),
     },
 }
 """Methods of each target by name: variants, of which one is chosen."""
@@ -124,10 +132,9 @@ def measure(config):
     for target in config.targets:
         methods = METHODS[target]
         names = config.only or tuple(methods)
-        chosen = {name: _choose(config, target, methods[name]) for name in names}
         found[target] = {
             f"T = {temperature:g}": {
-                name: _method(config, target, name, *chosen[name], temperature)
+                name: _method(config, target, name, methods[name], temperature)
                 for name in names
             }
             for temperature in config.temperatures
@@ -138,11 +145,13 @@ def measure(config):
 
 def _entries(config, target):
     """Returns prompts to choose by and prompts to measure on."""
-    chat = target != "pystd-5m"
-    entries = read_all(REWRITE if chat else bundled_prompts(), None)
-    choosing = max(min(config.num_choosing, len(entries) // 4), 1)
-    measuring = min(config.num_prompts, len(entries) - choosing)
-    return entries[-choosing:], entries[:measuring], chat
+    if target == "pystd-5m":
+        entries = read_all(bundled_prompts(), None)
+        choosing, measuring, chat = entries[1::2], entries[::2], False
+    else:
+        choosing, measuring = (read_all(CHAT[n], None) for n in ("choosing", "rewrite"))
+        chat = True
+    return choosing[: config.num_choosing], measuring[: config.num_prompts], chat
 
 
 def _decoder(target, variant):
@@ -164,23 +173,49 @@ def _decoder(target, variant):
         )
 
 
-def _choose(config, target, variants):
-    """Returns the fastest variant at the highest temperature, and what was tried."""
-    if len(variants) == 1 or config.only:
-        return variants[0], []
+def _choose(config, target, variants, temperature):
+    """Returns the fastest variant, and the speedups of all that were tried."""
     entries, _, chat = _entries(config, target)
-    heat = max(config.temperatures)
-    tried = [_timed(config, target, one, entries, chat, heat, 1) for one in variants]
-    speedups = [one["speedup"] for one in tried]
-    told_ = [
-        {"variant": told(variant), "speedup": speedup}
-        for variant, speedup in zip(variants, speedups, strict=True)
+    if "branching" in variants[0]:
+        tried = _trees(config, target, variants[0], entries, chat, temperature)
+    elif len(variants) > 1 and not config.only:
+        runs = [
+            _timed(config, target, variant, entries, chat, temperature, 1)
+            for variant in variants
+        ]
+        tried = [(v, run["speedup"]) for v, run in zip(variants, runs, strict=True)]
+    else:
+        tried = []
+    best = max(tried, key=lambda one: one[1])[0] if tried else variants[0]
+    return best, [
+        {"variant": told(variant), "speedup": speedup} for variant, speedup in tried
     ]
-    return variants[int(np.argmax(speedups))], told_
 
 
-def _method(config, target, name, variant, tried, temperature):
-    """Measures a method."""
+def _trees(config, target, variant, entries, chat, temperature):
+    """Returns the trees of each size that `calibrate` grows, and their speedups.
+
+    What turned out to be a chain is left out: there are other methods for that.
+    """
+    decoder = _decoder(target, variant)
+    found = calibrate(
+        decoder,
+        contents(decoder, entries, chat=chat),
+        lengths=config.tree_sizes,
+        max_new_tokens=config.max_new_tokens,
+        sampling=Sampling(temperature=temperature),
+        repeats=1,
+    ).summary()
+    return [
+        (variant | {"branching": tuple(parents)}, found["measured_speedup"][size])
+        for size, parents in found["trees"].items()
+        if len(set(parents)) < len(parents)
+    ]
+
+
+def _method(config, target, name, variants, temperature):
+    """Chooses a method's variant and measures it."""
+    variant, tried = _choose(config, target, variants, temperature)
     _, entries, chat = _entries(config, target)
     one = _timed(config, target, variant, entries, chat, temperature, config.repeats)
     one = {"variant": told(variant), "tried": tried, **one}
@@ -321,6 +356,8 @@ def told(variant):
     shape = variant.get("branching") or variant.get("num_draft_tokens")
     drafts = variant["draft"]
     drafts = drafts if isinstance(drafts, str) else " + ".join(drafts)
+    if isinstance(shape, tuple):
+        shape = f"parents {','.join(map(str, shape))}"
     return f"{drafts}, {shape}, {variant['rule']}"
 
 
@@ -374,7 +411,16 @@ def draw(record):
 EXPERIMENT = common.Experiment(
     question=__doc__.splitlines()[0],
     config=Config(),
-    smoke=Config(("pystd-5m",), ("n-grams",), (1.0,), 1, 1, 8, 1, (2,), 2),
+    smoke=Config(
+        targets=("pystd-5m",),
+        only=("n-grams",),
+        temperatures=(1.0,),
+        num_prompts=1,
+        max_new_tokens=8,
+        repeats=1,
+        lengths=(2,),
+        law_rounds=2,
+    ),
     measure=measure,
     draw=draw,
 )

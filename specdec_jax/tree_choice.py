@@ -111,17 +111,40 @@ def choose_tree(
       >>> choose_tree(acceptance, 20.0, 1 + 0.5 * np.arange(5), 2).parents
       (-1,)
     """
-    best = TreeChoice((), 1.0, 1.0)
+    sized = trees_by_size(acceptance, cost_ratio, verify_factor, depth)
+    return max([TreeChoice((), 1.0, 1.0), *sized], key=lambda one: one.speedup)
+
+
+def trees_by_size(
+    acceptance: Float[np.ndarray, "*L R"],
+    cost_ratio: float,
+    verify_factor: Float[np.ndarray, " M"],
+    depth: int,
+) -> list[TreeChoice]:
+    """Returns the fastest tree of each size from 1 to M - 1 nodes, as `choose_tree`.
+
+    The same budget may go into few levels or many: a level costs a draft step. Where
+    one more node would bring nothing, whatever the depth, a size is left out.
+
+    Example:
+      >>> sized = trees_by_size(np.array([0.6, 0.2]), 20.0, np.ones(5), 4)
+      >>> [one.parents for one in sized]
+      [(-1,), (-1, 0), (-1, -1, 0), (-1, -1, 0, 1)]
+    """
+    num_nodes = len(verify_factor) - 1
+    best: dict[int, TreeChoice] = {}
     for levels in range(1, depth + 1):
-        rows = _by_level(acceptance, len(verify_factor) - 1, levels)
-        values, choices = _programme(rows, len(verify_factor) - 1)
+        values, choices = _programme(
+            _by_level(acceptance, num_nodes, levels), num_nodes
+        )
         speedups = (1 + values) / (verify_factor + levels / cost_ratio)
-        size = int(np.argmax(speedups[1:])) + 1
-        if speedups[size] > best.speedup:
-            best = TreeChoice(
-                _build(choices, size), 1 + float(values[size]), float(speedups[size])
-            )
-    return best
+        for size in range(1, num_nodes + 1):
+            parents = _build(choices, size)
+            one = TreeChoice(parents, 1 + float(values[size]), float(speedups[size]))
+            is_first = size not in best
+            if len(parents) == size and (is_first or one.speedup > best[size].speedup):
+                best[size] = one
+    return [best[size] for size in sorted(best)]
 
 
 def rank_acceptance(

@@ -19,9 +19,15 @@ from specdec_jax.benchmark.bootstrap import Estimate, estimate
 from specdec_jax.benchmark.sweep import Sweep, Turn, with_length
 from specdec_jax.calibrate import calibrate, choose, prediction
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
+from specdec_jax.calibrate.trees import grow
 from specdec_jax.cli import main
 from specdec_jax.cli.calibrate import _print, _title
-from specdec_jax.drafters import ModelDrafter, NgramDrafter, TreeDrafter
+from specdec_jax.drafters import (
+    DynamicTreeDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    TreeDrafter,
+)
 
 V = 4
 MODEL = toy.TableModel(V)
@@ -153,6 +159,49 @@ def test_summary_is_json_with_the_promised_keys(perfect):
     assert found["recommended_num_draft_tokens"] in (0, 1, 3)
 
 
+# Trees.
+
+
+def test_trees_are_grown_by_what_was_accepted():
+    """The target drafts for itself: first children are accepted, second ones never."""
+    own = decoder(TARGET, TreeDrafter(MODEL, (-1, -1)))
+    found = calibrate(
+        own, [[1, 2, 3], [2]], lengths=(2, 6), max_new_tokens=13, repeats=1
+    ).summary()
+    assert found["rank_acceptance"] == [1.0, 0.0]
+    # Width brings nothing, and neither do more nodes than the two levels tried take.
+    assert found["trees"] == {"2": [-1, 0]}
+    assert set(found["measured_speedup"]) == {"0", "2"}
+    assert found["survival_by_length"]["2"] == [1.0, 1.0]
+    assert found["alpha"]["value"] == 1.0
+    assert found["recommended_tree"] in (None, [-1, 0])
+
+
+def test_a_draft_that_misses_gets_a_bush():
+    """A second child, accepted half as often as the first, beats a fourth level."""
+    draft = toy.mix(TARGET, toy.table(jax.random.key(1), V), 0.2)
+    own = decoder(draft, TreeDrafter(MODEL, (-1, -1, 0, 0)))
+    plan = own.plan(
+        [[i % V, i // V % V] for i in range(16)],
+        max_new_tokens=9,
+        sampling=Sampling(temperature=1.0),
+    )
+    found = grow(own.engine, plan, sizes=(4,), batch_size=16)
+    first, second = found.ranks.acceptance
+    assert 0 < second < first and first + second <= 1
+    assert found.ranks.offered[0] == found.ranks.offered[1]
+    sizes = dict(found.trees)
+    assert sizes.keys() == {1, 4}
+    assert sizes[4].count(-1) > 1
+    assert found.with_num_draft_tokens(4).parents == sizes[4]
+
+
+def test_trees_of_another_kind_are_refused():
+    own = decoder(drafter=DynamicTreeDrafter(MODEL, 4, depth=2, width=2))
+    with pytest.raises(ValueError, match="varies the trees of one draft model"):
+        calibrate(own, [[1, 2]])
+
+
 def test_a_length_is_changed_or_refused():
     assert with_length(NgramDrafter(3, max_ngram=2), 5) == NgramDrafter(5, max_ngram=2)
     assert with_length(ModelDrafter(MODEL, 3), 0).num_nodes == 0
@@ -192,7 +241,7 @@ def made_up(wide=1.0):
 
 def test_prediction_is_the_theory_of_the_parts():
     sweep = made_up()
-    parts = prediction.Parts(sweep, np.ones((1, 1)))
+    parts = prediction.Parts.of(sweep)
     assert parts.cost_ratio == pytest.approx(10)  # 1.0 / (0.2 / 2)
     assert parts.verify_factor(2) == pytest.approx(1.25)
     assert parts.overhead(2) == pytest.approx(1.4 - 0.2 - 1.0)
@@ -201,6 +250,21 @@ def test_prediction_is_the_theory_of_the_parts():
     assert prediction.predicted(sweep, 2).value == pytest.approx(2 / 1.4)
     assert prediction.measured(sweep, 2).value == pytest.approx(8 / 5.6)
     assert prediction.predicted(sweep, 0).value == pytest.approx(1)
+
+
+def test_drafting_a_tree_costs_a_step_a_level():
+    """Four nodes in two levels: as `made_up`, with a wider pass."""
+    plain = turn(0, lap=10.0, tokens=10, histogram=(10,), round_=1.0, pass_=0.8)
+    tree = turn(
+        4, lap=5.6, tokens=8, histogram=(1, 2, 1), round_=1.4, pass_=1.0, draft=0.2
+    )
+    sweep = Sweep([{0: [plain], 4: [tree]}])
+    parts = prediction.Parts.of(sweep)
+    assert sweep.depth(4) == 2
+    assert parts.cost_ratio == pytest.approx(10)
+    assert parts.overhead(4) == pytest.approx(1.4 - 0.2 - 1.0)
+    assert parts.survival(4)[0] == pytest.approx([0.75, 0.25])
+    assert prediction.predicted(sweep, 4).value == pytest.approx(2 / 1.4)
 
 
 def test_rounds_without_a_draft_are_narrow():
@@ -297,6 +361,9 @@ def test_command_line_measures_draws_and_prints(
         (["--num-prompts", "0"], "num_prompts is 0"),
         (["--prompts", "nowhere.jsonl"], "no prompt file nowhere.jsonl"),
         (["--rule", "nonsense"], "unknown rule"),
+        (["--branching", "2,x"], "branching is '2,x'"),
+        (["--branching=-1,-1,3"], "node 2 has parent 3"),
+        (["--branching", "2,1"], "trees are drafted by a model"),
         (["--rule", "lenience"], "(--allow-lossy)"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--top-k", "0"], "top_k is 0"),

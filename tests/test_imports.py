@@ -44,7 +44,17 @@ BELOW = {
         "decode",
         "drafters",
     },
-    "calibrate": {"base", "rng", "sampling", "theory", "benchmark", "text"},
+    "calibrate": {
+        "base",
+        "rng",
+        "sampling",
+        "theory",
+        "trace",
+        "tree_choice",
+        "drafters",
+        "benchmark",
+        "text",
+    },
 }
 """What each part may import besides itself. Parts that are not listed sit above."""
 

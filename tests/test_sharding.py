@@ -16,7 +16,13 @@ from specdec_jax.audit import explain_difference
 from specdec_jax.base import Params
 from specdec_jax.checkpoints import load
 from specdec_jax.cli import main
-from specdec_jax.drafters import ModelDrafter
+from specdec_jax.drafters import (
+    DynamicTreeDrafter,
+    ModelDrafter,
+    Nested,
+    Staged,
+    TreeDrafter,
+)
 from specdec_jax.sharding import Placement, make_mesh, read_shards
 from specdec_jax.text import running
 from specdec_jax.text.packing import pack
@@ -35,40 +41,65 @@ PROMPTS = [
 ]
 
 
-def table_decoder(rule, **options):
-    model = toy.TableModel(5)
+MODEL = toy.TableModel(5)
+CHAIN = ModelDrafter(MODEL, 3)
+
+
+def table_decoder(rule, drafter=CHAIN, children=1, **options):
     target, other = (toy.table(jax.random.key(seed), 5, 2.0) for seed in range(2))
+    draft = toy.mix(target, other, 0.7)
     return SpeculativeDecoder(
-        model,
-        Params(target, toy.mix(target, other, 0.7)),
-        drafter=ModelDrafter(model, 3),
+        MODEL,
+        Params(target, draft if children == 1 else (draft,) * children),
+        drafter=drafter,
         rule=rule,
         **options,
     )
 
 
+def table_texts(rule, size, *drafter, **options):
+    decoder = table_decoder(rule, *drafter, **options)
+    sampling = Sampling(temperature=[0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 1.0, 2.0][:size])
+    results = decoder.generate(
+        PROMPTS[:size], max_new_tokens=17, sampling=sampling, seed=3
+    )
+    return [(r.token_ids, r.rounds, r.acceptance_histogram) for r in results]
+
+
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("size", [5, 8])
 def test_texts_of_a_table_model_are_the_same_on_every_mesh(rule, size):
-    sampling = Sampling(temperature=[0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 1.0, 2.0][:size])
-
-    def texts(**options):
-        decoder = table_decoder(rule, **options)
-        results = decoder.generate(
-            PROMPTS[:size], max_new_tokens=17, sampling=sampling, seed=3
-        )
-        return [(r.token_ids, r.rounds, r.acceptance_histogram) for r in results]
-
-    alone = texts()
+    alone = table_texts(rule, size)
     for mesh in MESHES if FULL or rule == "rejection" else MESHES[1:2]:
-        assert texts(mesh=mesh) == alone, mesh
+        assert table_texts(rule, size, mesh=mesh) == alone, mesh
 
 
-@pytest.mark.parametrize("draft_sharding", ["target", "data"])
-def test_a_round_moves_no_state(draft_sharding, checkpoint):
-    mesh = "data=2,model=2"
+OTHER_DRAFTS = {
+    "tree": ("multi_draft", TreeDrafter(MODEL, (-1, -1, 0, 0, 1)), 1),
+    "ranked tree": ("coupled", DynamicTreeDrafter(MODEL, 6, depth=3, width=2), 1),
+    "staged": ("block", Staged((ModelDrafter(MODEL, 2), ModelDrafter(MODEL, 1))), 2),
+    "nested": ("rejection", Nested(MODEL, ModelDrafter(MODEL, 2), 3), 2),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DRAFTS if FULL else ["tree"])
+def test_every_kind_of_draft_is_the_same_on_a_mesh(name):
+    rule, *drafter = OTHER_DRAFTS[name]
+    alone = table_texts(rule, 5, *drafter)
+    for mesh in MESHES if FULL else MESHES[1:2]:
+        assert table_texts(rule, 5, *drafter, mesh=mesh) == alone, mesh
+
+
+@pytest.mark.parametrize(
+    "draft_sharding, branching", [("target", None), ("data", None), ("target", (2, 2))]
+)
+def test_a_round_moves_no_state(draft_sharding, branching, checkpoint):
     decoder = SpeculativeDecoder.from_pretrained(
-        checkpoint, checkpoint, mesh=mesh, draft_sharding=draft_sharding
+        checkpoint,
+        checkpoint,
+        branching=branching,
+        mesh="data=2,model=2",
+        draft_sharding=draft_sharding,
     )
     engine = decoder.engine
     parts = engine.static
@@ -127,7 +158,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.skipif(not FULL, reason="takes minutes")
 @pytest.mark.parametrize("size", [5, 8])
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "multi_draft"])
 def test_real_weights_give_the_same_texts_up_to_near_ties(rule, size):
     """The bundled pair; each difference is explained and counted."""
     prompts = [
@@ -144,7 +175,11 @@ def test_real_weights_give_the_same_texts_up_to_near_ties(rule, size):
 
     def texts(**options):
         decoder = SpeculativeDecoder.from_pretrained(
-            "pystd-5m", "pystd-draft", rule=rule, **options
+            "pystd-5m",
+            "pystd-draft",
+            rule=rule,
+            branching=(3, 2, 1) if rule == "multi_draft" else None,
+            **options,
         )
         return decoder, decoder.generate(prompts, max_new_tokens=24, sampling=sampling)
 

@@ -403,6 +403,8 @@ def test_what_is_no_tree_is_refused(make, message):
         ({"rule": "rejection", "branching": (3, 2)}, "does not judge trees; use multi"),
         ({"rule": "block", "branching": (3, 2)}, "does not judge trees"),
         ({"branching": (2, 0)}, r"branching is \(2, 0\)"),
+        ({"branching": (-1, 1)}, "node 1 has parent 1"),
+        ({"branching": (-1, 0, -1)}, "give the nodes breadth first"),
         ({"branching": (1024, 1)}, "2048 nodes; at most 1024"),
         ({"branching": (2,), "draft": "ngram"}, "draft is 'ngram', and trees"),
         ({"branching": (2,), "draft": None}, "draft is 'none', and trees"),
@@ -456,7 +458,7 @@ def test_a_draft_that_does_not_fit_its_buffer_is_refused():
 def test_the_bundled_pair_says_with_a_tree_what_it_says_without():
     prompts = ["def read_lines(path):\n", "import os\n\n", "class Stack:\n"]
     decoder = SpeculativeDecoder.from_pretrained(
-        "pystd-5m", "pystd-draft", branching=(3, 2)
+        "pystd-5m", "pystd-draft", branching=(-1, -1, -1, 0, 0, 1)
     )
     found = decoder.generate(prompts, max_new_tokens=[24, 9, 16], trace=True)
     # One forward over each text: every token is the likeliest after those before it.

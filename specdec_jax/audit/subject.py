@@ -89,13 +89,13 @@ def _draft_laws(drafter: Any, params: Params, variables: Any) -> Iterator[DraftL
         each = variables or (None,) * len(drafter.stages)
         for stage, own in zip(drafter.stages, each, strict=True):
             yield from _draft_laws(stage, params, own)
+    elif isinstance(drafter, JoinedTrees):
+        for tree, own in zip(drafter.trees, variables, strict=True):
+            yield from _draft_laws(tree, params, own)
     elif drafter.siblings == "ranked":  # whatever they are, no law is told of them
         yield DraftLaw(deterministic=True)
     elif isinstance(drafter, TreeDrafter):
         yield DraftLaw(drafter.model, variables)
-    elif isinstance(drafter, JoinedTrees):
-        for tree, own in zip(drafter.trees, variables, strict=True):
-            yield from _draft_laws(tree, params, own)
     else:
         yield DraftLaw(deterministic=isinstance(drafter, NgramDrafter))
 

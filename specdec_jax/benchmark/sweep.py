@@ -1,5 +1,8 @@
 """One drafter at many draft lengths, in turns: what a round of each yields and takes.
 
+The length is the number of drafted tokens, K. Of a chain it is the depth as well; a
+tree has fewer levels, and drafting costs a step a level.
+
 A turn of one length on one batch reads the prompts and runs a *lap*: rounds from the
 prompts' ends on, for as long as all rows run and none is near its end. So every round
 is a whole one of a full batch, as on a server that refills its slots. What a budget
@@ -10,7 +13,7 @@ each over and over from the same tokens:
 
     round  a whole one of this length
     pass   the target's alone over K + 1 tokens, policy rows included: T_p(K + 1)
-    draft  the longest length's alone: T_q is a K-th of it
+    draft  the longest length's alone: T_q is its share of a level
 
 Once all is compiled, only one state is alive at a time.
 """
@@ -55,7 +58,7 @@ class Turn(NamedTuple):
     """Of all rows."""
     num_drafted: int
     histogram: tuple[int, ...]
-    """`[n]` rounds of a row that emitted n drafted tokens, n = 0 .. K."""
+    """`[n]` rounds of a row that emitted n drafted tokens, n = 0 .. depth."""
     round_seconds: float
     """Of one held round."""
     round_wide: float
@@ -93,8 +96,12 @@ class Sweep:
         )
 
     def histogram(self, length: int) -> np.ndarray:
-        """Returns the counts of emitted drafts in each unit's lap, [units, K + 1]."""
+        """Returns counts of emitted drafts in each unit's lap, [units, depth + 1]."""
         return np.array([unit[length][0].histogram for unit in self.units])
+
+    def depth(self, length: int) -> int:
+        """Returns the levels of a draft."""
+        return len(self.units[0][length][0].histogram) - 1
 
 
 def sweep(
@@ -179,12 +186,13 @@ class _Arm:
             jax.eval_shape(partial(drafter.init, engine.params, 1, 128))
             for drafter in (own, most)
         ]
-        starter = most if states[0] == states[1] else own
+        serves = states[0] == states[1] and most.depth >= own.depth
+        starter = most if serves else own
         return cls(engine._replace(drafter=own), starter, length == longest)
 
     @property
     def length(self) -> int:
-        """K."""
+        """K, the number of drafted tokens."""
         return self.engine.drafter.num_nodes
 
     def turn(self, batch: Batch, indices: list[int]) -> Turn:
@@ -220,7 +228,7 @@ class _Arm:
     def _start(self, batch: Batch) -> DecodeState:
         """Reads the prompts; a full draft fits wherever a row lacks a token."""
         state = self.engine.start(batch, self.starter)
-        histogram = state.counts.histogram[:, : self.length + 1]
+        histogram = state.counts.histogram[:, : self.engine.drafter.depth + 1]
         return jax.block_until_ready(
             state._replace(
                 limit=state.limit + np.int32(self.engine.drafter.depth),

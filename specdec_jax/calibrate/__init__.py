@@ -2,6 +2,7 @@
 
     overlap     alpha by its definition, on the target's own text
     prediction  what survival and the parts of a round say about each length
+    trees       which tree to try of each number of nodes, if trees are drafted
     choice      the length to use, how flat the peak is, and the verdict
     bootstrap   intervals over prompts
     figure      all of it as a picture
@@ -21,6 +22,7 @@ from specdec_jax.benchmark.sweep import LENGTHS, Sweep, sweep
 from specdec_jax.calibrate import prediction
 from specdec_jax.calibrate.choice import Choice, choose
 from specdec_jax.calibrate.overlap import Overlaps, overlaps
+from specdec_jax.calibrate.trees import Grown, grow
 from specdec_jax.sampling import Sampling
 from specdec_jax.text import SpeculativeDecoder
 from specdec_jax.text.packing import Plan
@@ -38,10 +40,12 @@ class Calibration:
     Attributes:
       sweep: Laps and parts of every draft length.
       overlaps: Of draft and target on the target's own text.
+      grown: The trees that were tried, if the draft is one.
     """
 
     sweep: Sweep
     overlaps: Overlaps
+    grown: Grown | None = None
 
     @cached_property
     def alpha(self) -> Estimate:
@@ -51,7 +55,7 @@ class Calibration:
     @cached_property
     def parts(self) -> prediction.Parts:
         """Of all units, each once."""
-        return prediction.Parts(self.sweep, np.ones((1, len(self.sweep.units))))
+        return prediction.Parts.of(self.sweep)
 
     @cached_property
     def predicted(self) -> dict[int, Estimate]:
@@ -97,6 +101,24 @@ class Calibration:
             "draft_step_seconds": float(parts.draft_step[0]),
             "num_tokens": int(sum(self.sweep.costs(0).tokens)),
             "num_units": len(self.sweep.units),
+            **self._told_trees(),
+        }
+
+    def _told_trees(self) -> dict[str, Any]:
+        """Returns the parents of each tree, and of the one to use; {} for chains."""
+        if self.grown is None:
+            return {}
+        trees = {
+            str(size): list(parents)
+            for size, parents in self.grown.trees
+            if size in self.sweep.lengths
+        }
+        chosen = str(self.choice.num_draft_tokens)
+        return {
+            "trees": trees,
+            "recommended_tree": trees.get(chosen),
+            "rank_acceptance": list(self.grown.ranks.acceptance),
+            "rank_offered": list(self.grown.ranks.offered),
         }
 
     def _each(self, of: Callable[[int], Any]) -> dict[int, Any]:
@@ -104,7 +126,8 @@ class Calibration:
 
     def _acceptance_rate(self, length: int) -> float:
         """Returns accepted over drafted tokens of the laps."""
-        accepted = self.sweep.histogram(length) @ np.arange(length + 1)
+        places = np.arange(self.sweep.depth(length) + 1)
+        accepted = self.sweep.histogram(length) @ places
         drafted = self.sweep.median(length, "num_drafted")
         return accepted.sum() / max(drafted.sum(), 1)
 
@@ -127,7 +150,9 @@ def calibrate(
     Prompts are taken round and round until the last batch is full.
 
     Args:
-      decoder: Target, drafter and rule; the drafter's own length does not matter.
+      decoder: Target, drafter and rule; the drafter's own length does not matter. If
+        it drafts a tree, this is drafted first to see how often children of each rank
+        are accepted, and the lengths are numbers of nodes; see `trees`.
       prompts: As for `SpeculativeDecoder.generate`, like the next four that are there.
       lengths: Draft lengths to try besides 0.
       max_new_tokens: Budgets, at least 2.
@@ -161,18 +186,23 @@ def calibrate(
         eos_token_id=eos_token_id,
     )
     _check_plan(plan)
-    found = overlaps(
-        decoder.engine, plan, num_prompts=len(given), batch_size=batch_size
-    )
+    engine: Any = decoder.engine
+    grown = None
+    if decoder.drafter.siblings != "none":
+        grown = grow(engine, plan, sizes=tried[1:], batch_size=batch_size)
+        engine = engine._replace(drafter=grown)
+        sizes = dict(grown.trees)
+        tried = [0, *(size for size in sizes if size > 1 or 1 in tried)]
+    found = overlaps(engine, plan, num_prompts=len(given), batch_size=batch_size)
     turns = sweep(
-        decoder.engine,
+        engine,
         plan,
         lengths=tried,
         batch_size=batch_size,
         repeats=repeats,
         done=done,
     )
-    return Calibration(turns, found)
+    return Calibration(turns, found, grown)
 
 
 def _check(

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from specdec_jax.base import SIBLINGS, Draft, Noise, Verdict
 from specdec_jax.benchmark.bootstrap import Estimate, estimate
-from specdec_jax.benchmark.programs import Around
 from specdec_jax.benchmark.sweep import with_length
 from specdec_jax.benchmark.units import batches, check_finite, run_rounds
+from specdec_jax.drafters.around import Around
 from specdec_jax.rng import draw
 from specdec_jax.sampling import History, policy
 from specdec_jax.text.packing import Plan

@@ -3,13 +3,14 @@
 With S_k and the share w of wide rounds as the laps counted them, `theory.speedup` is
 asked for E[N] / T(K), where in seconds
 
-    T(K) = K T_q + w T_p(K + 1) + (1 - w) T_p(1) + o(K)
+    T(K) = D T_q + w T_p(K + 1) + (1 - w) T_p(1) + o(K)
 
-and a plain step takes T(0) = T_p(1) + o(0), the unit of all of them. The overhead o(K)
-is what a whole round takes beyond its drafting and the target's pass: the rule, the
-bookkeeping of the loop, the reading of the last two tokens with which a model's draft
-begins. It is below 0 where a part alone is slower than inside a round. The cost ratio c
-is T(0) / T_q, the verify factor v(K) is T_p(K + 1) / T_p(1).
+with D levels, K of them in a chain. A plain step takes T(0) = T_p(1) + o(0), the unit
+of all of them. The overhead o(K) is what a whole round takes beyond its drafting and
+the target's pass: the rule, the bookkeeping of the loop, the reading of the last two
+tokens with which a model's draft begins. It is below 0 where a part alone is slower
+than inside a round. The cost ratio c is T(0) / T_q, the verify factor v(K) is
+T_p(K + 1) / T_p(1).
 
 Each length has its own survival: a round of a long draft mostly begins where a draft
 was rejected, which is a hard place. For the bundled pair at temperature 0 the survival
@@ -42,6 +43,11 @@ class Parts:
     sweep: Sweep
     weights: Weights
 
+    @classmethod
+    def of(cls, sweep: Sweep) -> "Parts":
+        """Returns the means in which each unit counts once."""
+        return cls(sweep, np.ones((1, len(sweep.units))))
+
     @property
     def step(self) -> Float[np.ndarray, " D"]:
         """A whole round of plain decoding."""
@@ -49,13 +55,13 @@ class Parts:
 
     @property
     def draft_step(self) -> Float[np.ndarray, " D"]:
-        """T_q: a drafted token."""
+        """T_q: a drafted level; of a chain, a token."""
         longest = max(self.sweep.lengths)
-        return self._mean(longest, "draft_seconds") / longest
+        return self._mean(longest, "draft_seconds") / self.sweep.depth(longest)
 
     @property
     def cost_ratio(self) -> Float[np.ndarray, " D"]:
-        """A plain step over a drafted token."""
+        """A plain step over a drafted level."""
         return self.step / self.draft_step
 
     def verify_factor(self, length: int) -> Float[np.ndarray, " D"]:
@@ -64,7 +70,7 @@ class Parts:
 
     def overhead(self, length: int) -> Float[np.ndarray, " D"]:
         """Returns the seconds of a held round beyond its drafting and its pass."""
-        drafting = length * self.draft_step
+        drafting = self.sweep.depth(length) * self.draft_step
         passing = self._passing(length, self._mean(length, "round_wide"))
         return self._mean(length, "round_seconds") - drafting - passing
 
@@ -74,7 +80,7 @@ class Parts:
         return wide / np.maximum(rounds, 1)
 
     def survival(self, length: int) -> Float[np.ndarray, "D K"]:
-        """Returns S_1..S_K: shares of rounds that emitted at least k drafts."""
+        """Returns S_1..S_D: shares of rounds that emitted at least k drafts."""
         counts = self.weights @ self.sweep.histogram(length)
         reached = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
         return reached[:, 1:] / np.maximum(reached[:, :1], 1)
@@ -83,10 +89,11 @@ class Parts:
         """Returns the predicted speedup of a draft length."""
         passing = self._passing(length, self.wide_share(length))
         factor = (passing + self.overhead(length)) / self.step
+        depth = self.sweep.depth(length)
         curve = theory.speedup(
             jnp.asarray(self.survival(length), jnp.float32),
             jnp.asarray(self.cost_ratio, jnp.float32),
-            jnp.asarray(np.repeat(factor[:, None], length + 1, axis=1), jnp.float32),
+            jnp.asarray(np.repeat(factor[:, None], depth + 1, axis=1), jnp.float32),
         )
         return np.asarray(curve[:, -1])
 

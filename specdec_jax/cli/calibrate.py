@@ -1,4 +1,4 @@
-"""`specdec calibrate`: alpha, c and the draft length to use, on your own load."""
+"""`specdec calibrate`: alpha, c and the draft length or tree to use, on your load."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ def calibrate(
     target: options.Target = DEFAULT_TARGET,
     draft: options.Draft = None,
     compose: options.Compose = None,
+    branching: options.Branching = None,
     draft_num_layers: options.DraftNumLayers = None,
     rule: options.Rule = None,
     allow_lossy: options.AllowLossy = False,
@@ -41,14 +42,21 @@ def calibrate(
     ] = None,
     as_json: options.AsJson = False,
 ) -> int:
-    """Measures draft lengths 0 to 16 on a load, and says which to use, if any."""
+    """Measures draft lengths 0 to 16 on a load, and says which to use, if any.
+
+    With --branching it drafts that tree, sees how often children of each rank are
+    accepted, and measures the trees of up to 16 nodes that should be the fastest.
+    """
     options.simulate_devices(cpu_devices)
     config = {
         "target": target,
         "draft": options.choose_draft(target, draft, draft_num_layers),
         "compose": compose,
         "draft_num_layers": draft_num_layers,
-        **options.rule_facts(rule, allow_lossy),
+        "branching": options.read_tree(branching, "1")["branching"],
+        **options.rule_facts(
+            rule, allow_lossy, on_trees=bool(branching) or compose == "tree"
+        ),
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -117,17 +125,21 @@ def _run(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
 
 def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
     """Prints a row for each draft length, what it rests on, and the verdict."""
-    columns = ("K", "tokens/round", "v(K)", "overhead", "predicted", "measured", "")
+    trees = results.get("trees", {})
+    columns = ["tokens/round", "v(K)", "overhead", "predicted", "measured", ""]
+    columns = ["K", *(["levels"] if trees else []), *columns]
     table = Table(*columns, title=_title(config))
-    for column in table.columns[:5]:
+    for column in table.columns[:-2]:
         column.justify = "right"
     chosen = results["recommended_num_draft_tokens"]
     for k, speedup in results["measured_speedup"].items():
         low, high = results["measured_interval"][k]
         best = int(k) == chosen
+        survival = results["survival_by_length"][k]
         table.add_row(
             k,
-            f"{1 + sum(results['survival_by_length'][k]):.2f}",
+            *([str(len(survival))] if trees else []),
+            f"{1 + sum(survival):.2f}",
             f"{results['verify_factor'][k]:.2f}",
             f"{1e3 * results['overhead_seconds'][k]:.2f} ms",
             f"{results['predicted_speedup'][k]:.2f}",
@@ -145,10 +157,27 @@ def _print(results: dict[str, Any], config: dict[str, Any]) -> None:
     for name, line in lines.items():
         console.print(f"{name:20}{line.format(**results)}")
     console.print(
-        f"{'a plain step':20}{1e3 * results['step_seconds']:.3f} ms; a drafted token "
-        f"{1e3 * results['draft_step_seconds']:.3f} ms"
+        f"{'a plain step':20}{1e3 * results['step_seconds']:.3f} ms; a drafted "
+        f"{'level' if trees else 'token'} {1e3 * results['draft_step_seconds']:.3f} ms"
     )
+    if trees:
+        ranks = ", ".join(f"{rate:.2f}" for rate in results["rank_acceptance"])
+        console.print(f"{'accepted by rank':20}{ranks}")
     console.print(results["verdict"])
+    if results.get("recommended_tree"):
+        console.print(f"The tree of it: {_asked(results['recommended_tree'])}")
+
+
+def _asked(parents: list[int]) -> str:
+    """Returns the options that ask for a tree.
+
+    Example:
+      >>> _asked([-1, -1, 0]), _asked([-1, 0, 1])
+      ('--branching -1,-1,0', 'a chain, --num-draft-tokens 3')
+    """
+    if parents == list(range(-1, len(parents) - 1)):
+        return f"a chain, --num-draft-tokens {len(parents)}"
+    return f"--branching {','.join(map(str, parents))}"
 
 
 def _title(config: dict[str, Any]) -> str:

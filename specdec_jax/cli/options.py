@@ -44,7 +44,8 @@ Branching = Annotated[
     str | None,
     typer.Option(
         help="Draft a tree instead of a chain: children of each node, level by level, "
-        "as 3,2,1. It takes the place of --num-draft-tokens."
+        "as 3,2,1; or the parent of each node, as -1,-1,0. It takes the place of "
+        "--num-draft-tokens."
     ),
 ]
 Rule = Annotated[
@@ -187,16 +188,17 @@ def read_tree(branching: str | None, num_draft_tokens: str) -> dict[str, Any]:
     if branching is None:
         lengths = read_lengths(num_draft_tokens)
         return {"branching": None, "num_draft_tokens": lengths}
-    from specdec_jax.drafters import branching_parents
+    from specdec_jax.drafters.tree import node_depths, read_parents
 
     parts = [part.strip() for part in branching.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.removeprefix("-").isdecimal() for part in parts):
         raise ValueError(
-            f"branching is {branching!r}; give whole numbers of at least 1, as 3,2,1"
+            f"branching is {branching!r}; give whole numbers of at least 1, as 3,2,1, "
+            "or the parents of a tree's nodes, as -1,-1,0"
         )
     numbers = [int(part) for part in parts]
-    branching_parents(numbers)
-    return {"branching": numbers, "num_draft_tokens": len(numbers)}
+    depth = max(node_depths(read_parents(numbers)))
+    return {"branching": numbers, "num_draft_tokens": depth}
 
 
 def check_lengths(config: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from specdec_jax.drafters.table import (
     fit_unigram,
     frequent_ids,
 )
-from specdec_jax.drafters.tree import TreeDrafter, branching_parents
+from specdec_jax.drafters.tree import TreeDrafter, branching_parents, read_parents
 from specdec_jax.drafters.tree_dynamic import DynamicTreeDrafter
 from specdec_jax.drafters.tree_joined import JoinedTrees
 
@@ -38,4 +38,5 @@ __all__ = [
     "fit_bigram",
     "fit_unigram",
     "frequent_ids",
+    "read_parents",
 ]

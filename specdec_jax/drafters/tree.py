@@ -67,6 +67,27 @@ def branching_parents(branching: Sequence[int]) -> tuple[int, ...]:
     return tuple(parents)
 
 
+def read_parents(branching: Sequence[int]) -> tuple[int, ...]:
+    """Returns the parents of a tree as users give it: a branching, or the parents.
+
+    Args:
+      branching: Children of each node, level by level; or the parent of each node,
+        breadth first, which begins with -1.
+
+    Raises:
+      ValueError: It is neither.
+
+    Example:
+      >>> read_parents((2, 1)), read_parents((-1, -1, 0))
+      ((-1, -1, 0, 1), (-1, -1, 0))
+    """
+    if not branching or branching[0] != -1:
+        return branching_parents(branching)
+    parents = tuple(branching)
+    check_parents(parents)
+    return parents
+
+
 def node_depths(parents: Sequence[int]) -> list[int]:
     """Returns the depth of each node, 1 for those that follow the last token.
 

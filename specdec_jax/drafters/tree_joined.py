@@ -4,7 +4,7 @@ Each draft model grows branches of its own from the last committed token, and on
 of the target verifies all of them. Left as they are, equal nodes of two models stay
 apart, each with the law it was drawn from: siblings are independent, and recursive
 rejection judges them. Merged, nodes with the same tokens on the way are one, which has
-the children of both; what is left has no law, and the coupled rule judges it.
+the children of both; siblings are then of no one law, and the coupled rule judges them.
 
 Several samples of one model are one tree with independent siblings, or distinct ones;
 `TreeDrafter` grows those. Joined with itself and merged, such a tree gives its
@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.base import Draft, Params, RoundContext
 from specdec_jax.drafters.tree import MAX_NODES, TreeDrafter, node_depths
+from specdec_jax.sampling import certain
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,11 @@ class JoinedTrees:
         parents, order = _join(self.trees)
         batch = len(context.length)
         tokens = jnp.concatenate([draft.tokens for draft in drafts], axis=1)
-        laws = None
-        if not self.merge and drafts[0].log_probs is not None:
-            laws = jnp.concatenate([draft.log_probs for draft in drafts], axis=1)
-            laws = laws[:, order]
+        laws = _laws(drafts)
         joined = Draft(
             tokens=tokens[:, order],
             num_valid=jnp.full((batch,), self.num_nodes, jnp.int32),
-            log_probs=laws,
+            log_probs=None if laws is None else laws[:, order],
             parents=jnp.broadcast_to(jnp.asarray(parents), (batch, self.num_nodes)),
         )
         if self.merge:
@@ -147,11 +145,25 @@ def _join(trees) -> tuple[np.ndarray, np.ndarray]:
     return joined.astype(np.int32), order
 
 
+def _laws(drafts: list[Draft]) -> Float[Array, "B N V"] | None:
+    """Returns the laws that all trees' nodes were drawn from; None if none has any."""
+    told = [draft.log_probs for draft in drafts if draft.log_probs is not None]
+    if not told:
+        return None
+    each = [
+        certain(draft.tokens, told[0].shape[-1])
+        if draft.log_probs is None
+        else draft.log_probs
+        for draft in drafts
+    ]
+    return jnp.concatenate(each, axis=1)
+
+
 def merge_duplicates(draft: Draft) -> Draft:
     """Returns a tree in which nodes with the same tokens on the way are one.
 
-    Of equal nodes the first stays, with the children of all. Nodes stay breadth first,
-    `num_valid` counts those that are left, and laws are dropped.
+    Of equal nodes the first stays, with its law and the children of all. Nodes stay
+    breadth first, and `num_valid` counts those that are left.
 
     Example:
       Two chains 5 6 and 5 7 become one node with two children:
@@ -190,8 +202,12 @@ def merge_duplicates(draft: Draft) -> Draft:
     moved = jnp.take_along_axis(place, jnp.maximum(above, 0), axis=1)
     left = alive.sum(axis=1, dtype=jnp.int32)
     parents = jnp.where((above < 0) | (slots >= left[:, None]), -1, moved)
+    laws = draft.log_probs
+    if laws is not None:  # for whoever records rounds: the rule needs none
+        laws = jnp.take_along_axis(laws, order[..., None], axis=1)
     return Draft(
         tokens=jnp.take_along_axis(tokens, order, axis=1),
         num_valid=left,
+        log_probs=laws,
         parents=parents,
     )

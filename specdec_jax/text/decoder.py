@@ -118,7 +118,8 @@ class SpeculativeDecoder:
             drafts share it evenly; of nested ones the outermost drafts K and each one
             inside a token less. A list has one number a draft.
           branching: Drafts a tree instead of a chain of K: the children of each node,
-            level by level, as (3, 2, 1). With compose "tree" each draft grows one.
+            level by level, as (3, 2, 1); or the parent of each node, breadth first, as
+            (-1, -1, 0). With compose "tree" each draft grows one.
           rule: "rejection", "block", "coupled", "multi_draft" or a rule object. None is
             rejection for chains and multi_draft for trees.
           allow_lossy: Permits rules that change the text's distribution, such as

@@ -119,8 +119,8 @@ def load_pair(
     by_name = rule is None or rule == "multi_draft"
     kinds = KINDS if by_name else find_rule(rule, allow_lossy=True).siblings
     shape = read_shape(branching, compose, rule, kinds)
-    if shape is not None and shape.branching is not None:
-        num_draft_tokens = len(shape.branching)
+    if shape is not None and shape.depth is not None:
+        num_draft_tokens = shape.depth
     lengths = draft_lengths(num_draft_tokens, len(drafts), compose)
     named = read_drafts(draft, draft_num_layers)
     if shape is not None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_jax.drafters import ModelDrafter, TreeDrafter, branching_parents
+from specdec_jax.drafters import ModelDrafter, TreeDrafter, read_parents
+from specdec_jax.drafters.tree import node_depths
 
 JUDGE = {"none": "rejection", "ranked": "coupled"}
 """Rules by the siblings of the drafts that they are the default for; multi_draft for
@@ -20,13 +21,17 @@ class Shape:
     """The trees that are asked for.
 
     Attributes:
-      branching: Children of each node, level by level; None is a chain of each draft's
-        own length.
+      parents: Of each node, breadth first; None is a chain of each draft's own length.
       siblings: How they are chosen, one of `drafters.siblings.KINDS`.
     """
 
-    branching: tuple[int, ...] | None
+    parents: tuple[int, ...] | None
     siblings: str
+
+    @property
+    def depth(self) -> int | None:
+        """Levels, if the shape is given."""
+        return max(node_depths(self.parents)) if self.parents else None
 
     def grow(self, drafter: Any, name: str) -> TreeDrafter:
         """Returns the tree drafter of a model that would draft a chain.
@@ -44,13 +49,8 @@ class Shape:
                 f"draft {name!r} ends its drafts early, and a tree has a fixed shape; "
                 "leave out below and entropy"
             )
-        branching = self.branching or (1,) * drafter.num_draft_tokens
-        return TreeDrafter(
-            drafter.model,
-            branching_parents(branching),
-            self.siblings,
-            drafter.vocab_size,
-        )
+        parents = self.parents or tuple(range(-1, drafter.num_draft_tokens - 1))
+        return TreeDrafter(drafter.model, parents, self.siblings, drafter.vocab_size)
 
 
 def read_shape(
@@ -70,10 +70,10 @@ def read_shape(
     """
     if branching is None and compose != "tree":
         return None
+    parents = None
     if branching is not None:
         given = isinstance(branching, list | tuple)
-        branching = tuple(branching) if given else (branching,)
-        branching_parents(branching)
+        parents = read_parents(tuple(branching) if given else (branching,))
         if compose not in (None, "tree"):
             raise ValueError(
                 f"branching drafts trees, and {compose} drafts are chains; leave one "
@@ -86,7 +86,7 @@ def read_shape(
         order = ("independent",)
     for kind in order:
         if kind in kinds:
-            return Shape(branching, kind)
+            return Shape(parents, kind)
     raise ValueError(
         f"the rule {rule} does not judge trees{_of_several(compose)}; use multi_draft "
         "(the default for trees) or coupled"
