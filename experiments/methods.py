@@ -376,6 +376,19 @@ def _summary(found, laws):
     return lines
 
 
+def rows(heats):
+    """Returns the rows of the README's table of one target, without its head."""
+    return [
+        f"| {name} | "
+        + " | ".join(
+            f"{one['speedup']:.2f} ({one['mean_acceptance_length']:.1f})"
+            for one in (methods[name] for methods in heats.values())
+        )
+        + " |"
+        for name in next(iter(heats.values()))
+    ]
+
+
 def draw(record):
     found = record["results"]["methods"]
     figure = Figure(figsize=(10, 0.6 + 3.2 * len(found)), layout="constrained")

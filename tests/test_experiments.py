@@ -139,6 +139,23 @@ def test_the_readme_says_what_was_measured(load):
     assert f"{len(faults.FAULTS)} planted faults" in README
 
 
+def test_the_readme_says_which_draft_and_rule_pay(load):
+    found = results("methods")
+    rows = load(FOLDER / "methods.py").rows(found["methods"]["pystd-5m"])
+    assert len(rows) == 14
+    for row in rows:
+        assert row in README
+    for length, one in found["block"].items():
+        assert f"{100 * one['by_law_gain']:.1f}%" in README, length
+    for heats in found["methods"].values():
+        for methods in heats.values():
+            strong, weak = (
+                methods[f"staged, {which} first"] for which in ("strong", "weak")
+            )
+            assert strong["speedup"] > weak["speedup"]
+            assert strong["mean_acceptance_length"] > weak["mean_acceptance_length"]
+
+
 def test_right_rules_keep_the_law_and_each_shortcut_is_detected():
     found = results("lossless")
     for one in found["arms"]:
