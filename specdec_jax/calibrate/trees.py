@@ -71,8 +71,8 @@ def grow(engine: Engine, plan: Plan, *, sizes: Sequence[int], batch_size: int) -
     drafter = engine.drafter
     if not isinstance(drafter, TreeDrafter):
         raise ValueError(
-            f"{drafter} drafts trees of its own; calibrate varies the trees of one "
-            "draft model, as --branching gives them"
+            f"{type(drafter).__name__} drafts trees of its own; calibrate varies the "
+            "trees of one draft model, as --branching gives them"
         )
     ranks = _ranks(engine, plan, batch_size)
     num_nodes = drafter.num_nodes
