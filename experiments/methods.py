@@ -36,10 +36,7 @@ from specdec_jax.calibrate import calibrate
 from specdec_jax.cli.prompts import bundled_prompts, contents, read_all
 from specdec_jax.drafters import NoDrafter
 
-CHAT = {
-    name: common.RESULTS.parent / f"{name}_prompts.jsonl"
-    for name in ("rewrite", "choosing")
-}
+FOLDER = common.RESULTS.parent
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ CORPUS = ("argparse.py", "inspect.py", "subprocess.py", "tarfile.py", "typing.py
 """Modules of the standard library that tables are counted on."""
 
 LENGTHS = (2, 4, 6)
-"""Draft lengths of a trained draft: above 6 they were never the fastest."""
+"""Draft lengths that a trained draft is tried with."""
 
 SMALL = "pystd-draft"
 LOWER = "smollm2-135m:layers=8"
@@ -149,8 +146,8 @@ def _entries(config, target):
         entries = read_all(bundled_prompts(), None)
         choosing, measuring, chat = entries[1::2], entries[::2], False
     else:
-        choosing, measuring = (read_all(CHAT[n], None) for n in ("choosing", "rewrite"))
-        chat = True
+        choosing = read_all(FOLDER / "choosing_prompts.jsonl", None)
+        measuring, chat = read_all(FOLDER / "rewrite_prompts.jsonl", None), True
     return choosing[: config.num_choosing], measuring[: config.num_prompts], chat
 
 

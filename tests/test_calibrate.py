@@ -8,6 +8,7 @@ import json
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -194,6 +195,15 @@ def test_a_draft_that_misses_gets_a_bush():
     assert sizes.keys() == {1, 4}
     assert sizes[4].count(-1) > 1
     assert found.with_num_draft_tokens(4).parents == sizes[4]
+
+
+def test_a_draft_that_is_never_right_gets_one_node():
+    """Its likeliest tokens are the target's least likely ones."""
+    own = decoder(jax.tree.map(jnp.negative, TARGET), TreeDrafter(MODEL, (-1, -1)))
+    found = calibrate(own, [[1, 2]], lengths=(3,), max_new_tokens=5, repeats=1)
+    assert found.summary()["rank_acceptance"] == [0.0, 0.0]
+    assert found.summary()["trees"] == {"1": [-1]}
+    assert found.sweep.lengths == [0, 1]
 
 
 def test_trees_of_another_kind_are_refused():

@@ -237,10 +237,8 @@ def _proposals(
     """Returns the laws that the loop was told, one-hot for deterministic drafts."""
     laws, valid = [], []
     for draft in drafts:
-        tokens = draft.tokens[..., None]
-        every = jnp.arange(vocab_size, dtype=jnp.int32)[None, None]
-        one_hot = jnp.where(tokens == every, 0.0, -jnp.inf).astype(jnp.float32)
-        laws.append(one_hot if draft.log_probs is None else draft.log_probs)
+        told = draft.log_probs
+        laws.append(certain(draft.tokens, vocab_size) if told is None else told)
         places = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
         valid.append(places < draft.num_valid[:, None])
     return jnp.stack(laws, 1), jnp.stack(valid, 1)

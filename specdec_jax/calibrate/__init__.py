@@ -191,8 +191,8 @@ def calibrate(
     if decoder.drafter.siblings != "none":
         grown = grow(engine, plan, sizes=tried[1:], batch_size=batch_size)
         engine = engine._replace(drafter=grown)
-        sizes = dict(grown.trees)
-        tried = [0, *(size for size in sizes if size > 1 or 1 in tried)]
+        sizes = [size for size, _ in grown.trees if size > 1 or 1 in tried]
+        tried = [0, *(sizes or [1])]  # where nothing is accepted, no tree grows
     found = overlaps(engine, plan, num_prompts=len(given), batch_size=batch_size)
     turns = sweep(
         engine,

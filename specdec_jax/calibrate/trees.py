@@ -26,6 +26,11 @@ DEEPER = 2
 """Trees are tried of up to so many times the depth of the one that was given."""
 
 
+_traced = jax.jit(
+    trace.run, static_argnames=("target", "drafter", "rule", "num_rounds")
+)
+
+
 class Ranks(NamedTuple):
     """How often children were accepted, by their rank among siblings."""
 
@@ -108,7 +113,14 @@ def _ranks(engine: Engine, plan: Plan, batch_size: int) -> Ranks:
     most = max(request.max_new_tokens for request in plan.requests)
     seen = []
     for requests, batch in batches(plan, batch_size):
-        state, rounds = _traced(engine, engine.start(batch), most)
+        state, rounds = _traced(
+            engine.params,
+            engine.start(batch),
+            target=engine.target,
+            drafter=engine.drafter,
+            rule=engine.rule,
+            num_rounds=most,
+        )
         check_finite(state, [request.index for request in requests])
         happened = np.where(rounds.num_emitted > 0, rounds.num_valid, 0)
         seen.append((rounds.parents, rounds.accepted, happened))
@@ -121,9 +133,3 @@ def _ranks(engine: Engine, plan: Plan, batch_size: int) -> Ranks:
 def _flat(rounds: Any) -> np.ndarray:
     """Returns the rounds of all rows, one after another."""
     return np.asarray(rounds).reshape(-1, *rounds.shape[2:])
-
-
-def _traced(engine: Engine, state: Any, num_rounds: int) -> Any:
-    static = {name: engine.static[name] for name in ("target", "drafter", "rule")}
-    run = jax.jit(trace.run, static_argnames=(*static, "num_rounds"))
-    return run(engine.params, state, num_rounds=num_rounds, **static)
